@@ -234,7 +234,9 @@ def test_a_value_of_fewer_axes_than_are_stacked_is_refused():
     p = rpx.LowRank(2, where="w", stacked=(0, 1))
     raw = jax.jit(p.init)({"w": np.ones((2, 3, 4, 5), np.float32)})
     raw["w"]["@low_rank"]["u"] = np.ones(2, np.float32)
-    text = f"{p!r}.apply at 'w': expected a value with 2 stacked axes, got one of 1 axes."
+    text = f"{p!r}.apply at 'w': expected a value with the 2 stacked axes (0, 1), but got a value with 1 axes: "
+    text += "another chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every "
+    text += "difference."
     with raises(ValueError, text):
         p.apply(raw)
 

@@ -82,7 +82,7 @@ def test_what_is_traced_is_not_looked_at():
 def test_known_arrays_are_looked_at_inside_of_jit_too():
     outside, p = {"w": jnp.array([1.0, 3.0])}, Centered(outside="raise")
     jax.jit(lambda: p.init({"w": jnp.array([-1.0, 1.0])}))()
-    with pytest.raises(ValueError, match="expected a point of the image, got one outside"):
+    with pytest.raises(ValueError, match="expected an array in the image of the stage"):
         jax.jit(lambda: p.init(outside))()
 
 

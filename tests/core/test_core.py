@@ -148,7 +148,7 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
     assert rpx.summary(p, params).total.free + rpx.summary(p, params).total.fixed > 0
 
 
-def test_update_advances_fixed_values_and_nothing_else():
+def test_update_changes_fixed_values_and_nothing_else():
     p = Double() >> Counter() >> rpx.VarNoise(0.1)
     raw = p.init({"w": jnp.ones(3)})
     again = p.update(p.update(raw))
@@ -194,10 +194,10 @@ def test_a_stage_cannot_be_changed():
     p = rpx.VarNoise(0.1)
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         p.std = 0.2
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' is set when it is built. Build a new one."
+    assert str(error.value) == "VarNoise(0.1) is immutable, so 'std' cannot be set. Build a new stage instead."
     with pytest.raises(dataclasses.FrozenInstanceError) as error:
         del p.std
-    assert str(error.value) == "VarNoise(0.1) cannot be changed: 'std' cannot be deleted. Build a new one."
+    assert str(error.value) == "VarNoise(0.1) is immutable, so 'std' cannot be deleted. Build a new stage instead."
     assert p == rpx.VarNoise(0.1)
 
 

@@ -109,7 +109,7 @@ def test_each_public_stage_with_a_default_is_tested_here() -> None:
 
 NAMES = "a name determines the axes only of an array of two axes called 'kernel' or 'w'"
 OTHERWISE = (
-    "Or let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
+    "Or let reparax find them in your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
     "with `where`."
 )
 
@@ -305,7 +305,8 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], stage: Any):
     last, middle, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, -2, (-2, -1), -3, -1))
     error = (
-        f"{stage!r}.init at 'key/kernel': the axes of shape (6, 2, 3) are not known: {NAMES}. Write {last!r} for "
+        f"{stage!r}.init at 'key/kernel': cannot determine which axes of an array of shape (6, 2, 3) are inputs and "
+        f"which are outputs: {NAMES}. Write {last!r} for "
         f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {middle!r} for (width, out, in) of a "
         f"transposed convolution; or {heads!r} for (in, heads, dim) of attention; or {first!r} for (out, in, width), "
         f"as in torch and equinox; or {replace(stack, stacked=0)!r} for a stack of (in, out). {OTHERWISE}"
@@ -367,7 +368,8 @@ def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: st
         (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
     )
     text = (
-        f"{stage!r}.init at 'key/table of mine': the axes of shape (6, 6) are not known: {NAMES}. Write {of_inputs!r} "
+        f"{stage!r}.init at 'key/table of mine': cannot determine which axes of an array of shape (6, 6) are inputs "
+        f"and which are outputs: {NAMES}. Write {of_inputs!r} "
         f"for (in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"
     )
     with raises(ValueError, text):
@@ -382,9 +384,10 @@ def test_a_name_does_not_say_along_which_axis_distributions_lie() -> None:
     w /= w.sum(-1, keepdims=True)
     for name in ("w", "kernel", "embedding", "table of mine"):
         text = (
-            f"{stage!r}.init at {name!r}: the axes of shape (3, 4) are not known: its name does not tell whether a "
-            f"network contracts it or it holds distributions along its last axis. Write {last!r} for distributions "
-            f"along its last axis or (out, in), as in torch and equinox; or {first!r} for (in, out). {OTHERWISE}"
+            f"{stage!r}.init at {name!r}: cannot determine which axes of an array of shape (3, 4) are inputs and which "
+            f"are outputs: its name does not show whether it is a weight of a network or holds distributions along its "
+            f"last axis. Write {last!r} for distributions along its last axis or (out, in), as in torch and equinox; "
+            f"or {first!r} for (in, out). {OTHERWISE}"
         )
         with raises(ValueError, text):
             stage.init({name: w})
@@ -404,8 +407,8 @@ def assert_that_a_vector_has_one_axis(stage: Any, name: str) -> None:
     last = replace(stage, **{name: -1})
     w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
     text = (
-        f"expected a vector, as no {name} is given, got shape (6, 6). Write {name}=-1 for the last axis, or the one "
-        f"that you mean."
+        f"expected a vector, because {name} is not given, but got an array of shape (6, 6). Give {name}, for example "
+        f"{name}=-1 for the last axis."
     )
     for method in (stage.project, stage.contains):
         with raises(ValueError, f"{stage!r}.{method.__name__}: {text}"):

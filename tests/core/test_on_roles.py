@@ -148,9 +148,8 @@ def test_functions_among_the_leaves_of_a_model_have_no_roles():
     assert (rpx.LoRA(1) >> rpx.WeightNorm()).with_axes(model) == q  # its classes say the same
     with raises(
         TypeError,
-        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but "
-        "got "
-        "a tree with str at 'w'.",
+        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, "
+        "but got a tree with str at 'w'. Pass that result.",
     ):
         rpx.WeightNorm().with_axes({"w": "outputs"})
 
@@ -254,30 +253,29 @@ def test_what_the_network_does_not_say_is_asked_for():
     found = rpx.roles(tied, params, jnp.arange(7))
     with raises(
         ValueError,
-        "WeightNorm(where='place').with_axes at 'place': no product of it with data is known "
-        f"({found['place'].why}). Give its axes by number, or leave it out with `where`.",
+        "WeightNorm(where='place').with_axes at 'place': no product of the array with data is known "
+        f"({found['place'].why}). Give its axes as integers, or leave the array out with `where`.",
     ):
         rpx.WeightNorm(where="place").with_axes(found)
     uses = found["embed"].uses
     with raises(
         ValueError,
-        f"WeightNorm(where='embed').with_axes at 'embed': the network uses it in several ways (inputs (0,) and outputs "
-        f"(1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by "
-        f"number, or leave it "
-        f"out with `where`.",
+        f"WeightNorm(where='embed').with_axes at 'embed': the network uses the array in several ways (inputs (0,) and "
+        f"outputs (1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes as integers, "
+        f"or leave the array out with `where`.",
     ):
         rpx.WeightNorm(where="embed").with_axes(found)
     assert rpx.WeightNorm(axis=0, where="embed").with_axes(found) == rpx.WeightNorm(axis=0, where="embed")
     with raises(
         ValueError,
-        "Simplex(where='out').with_axes at 'out': along is one axis, but the network has 2 for it, (-3, -2) of shape "
-        "(2, 3, 4). Give one by number, or leave the array out with `where`.",
+        "Simplex(where='out').with_axes at 'out': along must be one axis, but the network has 2 such axes, (-3, -2), "
+        "in the array of shape (2, 3, 4). Give one of them as an integer, or leave the array out with `where`.",
     ):
         rpx.numbers.Simplex(where="out").with_axes(ROLES)
     with raises(
         TypeError,
-        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but "
-        "got a tree with ndarray at 'embed'.",
+        "WeightNorm().with_axes takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, "
+        "but got a tree with ndarray at 'embed'. Pass that result.",
     ):
         rpx.WeightNorm().with_axes(PARAMS)
 
@@ -408,7 +406,7 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
     fits = rpx.axes.check_axes(rpx.WeightNorm().with_axes(ROLES) >> rpx.VarNoise(0.1), network, PARAMS, jnp.arange(7))
     assert repr(fits) == "All axes fit."
     written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
-    with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):
+    with raises(TypeError, f"check_axes expected a parametrization, but got a value of type dict. {written}"):
         rpx.axes.check_axes(PARAMS, network)
     needed = "roles(network) needs the arguments of the function, but got none. Pass them after the function: "
     with raises(TypeError, f"{needed}`roles(loss, params, batch)`."):

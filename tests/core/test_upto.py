@@ -96,7 +96,8 @@ def test_before_the_first_stage_it_is_the_raw_tree_and_after_the_last_the_effect
 @pytest.mark.parametrize("upto", [-1, 3, 1.5, "1"])
 def test_there_is_no_such_stage(upto):
     p = WeightNorm() >> VarNoise(0.1)
-    text = f"(WeightNorm() >> VarNoise(0.1)).apply takes the number of a stage from 0 to 2 as upto, but got {upto!r}."
+    text = f"(WeightNorm() >> VarNoise(0.1)).apply takes a number of stages from 0 to 2 as upto, but got {upto!r}. "
+    text += "Leave out upto to apply all stages."
     with raises(ValueError, text):
         p.apply(p.init(PARAMS), KEY, upto=upto)
 

@@ -146,7 +146,7 @@ def test_a_where_and_numbers_select_together():
 def test_a_function_gets_types_alone_and_is_told_so():
     p = rpx.norms.MaxNorm(lambda path, w: jnp.max(jnp.abs(w)))
     with pytest.raises(
-        TypeError, match=r"^MaxNorm got a function as max_norm that fails for 'w': .* It is called with the path, and "
+        TypeError, match=r"^MaxNorm got a function as max_norm that fails for 'w': .* The function must take the "
     ):
         p.init({"w": normal(2, 2)})
 

@@ -74,7 +74,6 @@ def test_a_weight_is_the_base_and_the_scaled_product():
         ({"use_rslora": True}, 4 / np.sqrt(2)),
         ({"use_rslora": False}, 4 / 2),
         ({"use_rslora": True, "alpha_pattern": {"dense": 3}}, 3 / np.sqrt(2)),
-        ({"use_rslora": True, "lora_alpha": None}, 8 / np.sqrt(2)),
     ],
 )
 def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_bias(settings, factor):
@@ -86,6 +85,12 @@ def test_the_divisor_of_alpha_is_the_rank_or_its_root_for_a_weight_and_for_its_b
     want = params["dense"]["kernel"] + factor * (b @ a).T
     np.testing.assert_allclose(folded["kernel"], want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(folded["bias"], params["dense"]["bias"] + factor * bias, rtol=1e-5, atol=1e-5)
+
+
+def test_the_alpha_that_a_config_leaves_out_is_that_of_peft():
+    config = {name: value for name, value in CONFIG.items() if name != "lora_alpha"}
+    p, _ = rpx.io.from_peft(lora(dense=(2, 8, 6)), config, model())
+    assert p[1].alpha == 8
 
 
 def test_a_layer_with_outputs_first_is_the_transposed_one():

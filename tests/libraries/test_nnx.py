@@ -65,7 +65,7 @@ def test_nnx_optimizer_trains_a_module_of_raw_values() -> None:
 # Fixed values. ----------------------------------------------------------------------------------------------------
 
 
-def test_nnx_optimizer_leaves_fixed_values_alone_and_update_advances_them() -> None:
+def test_nnx_optimizer_leaves_fixed_values_alone_and_update_changes_them() -> None:
     p = rpx.SpectralNorm(where="l1/kernel") >> rpx.Freeze(where="l2/.*")
     raw = jax.jit(p.init)(model())
     tx = optax.partition({"free": optax.sgd(mlp.RATE), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
@@ -107,7 +107,7 @@ class WithState(nnx.Module):
         return self.dropout(self.norm(self.linear(x)))
 
 
-def assert_advanced(rest: Any, before: WithState, calls: int) -> None:
+def assert_updated(rest: Any, before: WithState, calls: int) -> None:
     """Statistics are a moving average over the calls, of the same batch each time; the counter counts calls."""
     mean = np.mean(np.asarray(X) @ np.asarray(before.linear.kernel[...]), axis=0)
     np.testing.assert_allclose(rest["norm"]["mean"][...], (1 - 0.99**calls) * mean, rtol=1e-4)
@@ -130,7 +130,7 @@ def test_a_module_of_raw_values_takes_statistics_and_counters_back() -> None:
 
     for _ in range(2):
         slope = step(raw)
-    assert_advanced(nnx.state(raw), before, 2)
+    assert_updated(nnx.state(raw), before, 2)
     assert set(nnx.to_pure_dict(nnx.state(slope))) == {"linear", "norm"}
 
 

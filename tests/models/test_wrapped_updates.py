@@ -1,4 +1,4 @@
-"""Values that advance in training: by the calls of models that can change, and by hand where none can."""
+"""Fixed values that change in training: by the calls of models that can change, and by hand where none can."""
 
 from dataclasses import replace
 from typing import Any
@@ -117,7 +117,7 @@ def test_each_call_of_a_haiku_network_with_a_state_is_a_step() -> None:
     assert_iterated(by_hand.update({"l": {"w": RAW}})["l"]["w"], 1)
 
 
-def test_an_equinox_model_advances_by_hand() -> None:
+def test_an_equinox_model_is_updated_by_hand() -> None:
     plain = eqx.nn.Linear(3, 3, use_bias=False, key=jax.random.key(0))
     model = rpx.equinox.Parametrized(plain, replace(P, rows=0), updates="by hand")
     model = model.replace(eqx.tree_at(lambda raw: raw.weight, model.raw, RAW))
@@ -144,11 +144,11 @@ def test_where_no_call_can_the_user_is_told_to_update_by_hand(library: str, p: A
     if can:
         make()
     else:
-        said = r"update must advance fixed values once per training step, but .*Call `.*update\(.*\)` after"
+        said = r"update must update fixed values once per training step, but .*Call `.*update\(.*\)` after"
         with pytest.raises(ValueError, match=said + r' each step.*, and confirm this with `.*updates="by hand"\)`\.$'):
             make()
     make(updates="by hand")
-    with pytest.raises(ValueError, match=r"takes None or 'by hand' as `updates`, but got 'never'\.$"):
+    with pytest.raises(ValueError, match=r"takes None or 'by hand' as `updates`, but got 'never'\. Write "):
         make(updates="never")
 
 

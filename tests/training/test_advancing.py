@@ -167,7 +167,7 @@ def test_a_module_of_equinox_holds_functions_and_a_wrapped_one_the_bits_of_fixed
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     with raises(
         ValueError,
-        "optimizer advances the fixed values of SpectralNorm(n_steps=2), but got a model with the chain "
+        "optimizer updates the fixed values of SpectralNorm(n_steps=2), but got a model with the chain "
         "SpectralNorm(). Pass the same chain to both.",
     ):
         rpx.optimizer(adamw(), rpx.SpectralNorm(2)).init(eqx.filter(wrapped, eqx.is_array))
@@ -192,7 +192,7 @@ class Ticking(rpx.Reparametrization):
         return {"n": n, "odd": ~values["odd"]}
 
 
-def test_integers_and_booleans_advance_to_the_bit() -> None:
+def test_integers_and_booleans_are_updated_to_the_bit() -> None:
     raw, tx = Ticking().init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Ticking())
     for n, odd in ((0, True), (1, False)):
         raw = optax.apply_updates(raw, tx.update(jax.tree.map(jnp.zeros_like, raw), tx.init(raw), raw)[0])
@@ -200,11 +200,11 @@ def test_integers_and_booleans_advance_to_the_bit() -> None:
         assert (fixed["n"], fixed["n"].dtype, fixed["odd"], fixed["odd"].dtype) == (n, np.uint8, odd, bool)
 
 
-def test_a_key_cannot_be_advanced_by_an_addition() -> None:
+def test_a_key_cannot_be_updated_by_an_addition() -> None:
     raw, tx = Ticking(keyed=True).init({"w": W["frozen"]}), rpx.optimizer(optax.sgd(0.1), Ticking(keyed=True))
     with raises(
         ValueError,
-        "optimizer.update cannot advance fixed values that are PRNG keys, because no update can be added to a key. "
+        "optimizer.update cannot update fixed values that are PRNG keys, because no update can be added to a key. "
         "Call `raw = p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, updates='by hand')`.",
     ):
         tx.update(jax.tree.map(lambda x: x, raw), tx.init(raw), raw)

@@ -197,13 +197,13 @@ def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_l
     updates, _ = tx.update(_zeros(raw), tx.init(rpx.WeightNorm(axis=0).init(_params())), raw)
     with raises(
         ValueError,
-        "WeightNorm().apply at 'dense/kernel': expected g of shape (1, 2), got (3, 2): another chain made this raw "
-        "tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+        "WeightNorm().apply at 'dense/kernel': expected 'g' of shape (1, 2), but got (3, 2): another chain made this "
+        "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ):
         rpx.WeightNorm().apply(optax.apply_updates(raw, updates))
 
 
-# Fixed values that advance. ---------------------------------------------------------------------------------------
+# Fixed values that are updated. ---------------------------------------------------------------------------------------
 
 
 # flax's TrainState. -----------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""The axes of a stage at one array: the user's own, and for unset fields, axes that follow from the array's role.
+"""Finds the axes of a stage at one array: those that the user gave, and for unset fields, those of the array's role.
 
-The role says which axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles come from the
-program of the network, which ``rpx.roles`` has analyzed. Everywhere else, roles come from the layer that holds the
-array, or from the array's name (``core/known_axes.py``).
+The role of an array says which of its axes are inputs, outputs or stacked. In :meth:`Parametrization.with_axes`, roles
+come from the program of the network, as analyzed by ``rpx.roles``. Everywhere else, they come from the layer that holds
+the array, or from the array's name (``core/known_axes.py``).
 """
 
 from __future__ import annotations
@@ -48,25 +48,24 @@ _MEANINGS = {
         ("ssio", "stacks of (in, out)"),
     ),
 }
-"""What an array of 2, 3 or 4 axes may be: letters for its axes (``core/known_axes.py``), and their text in errors."""
+"""Possible meanings of 2, 3 or 4 axes: a letter for each axis (see ``core/known_axes.py``), and the text in errors."""
 
 _OR_ROLES = (
-    "let reparax read them off your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
+    "let reparax find them in your loss, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out "
     "with `where`."
 )
 
 
 def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, Any]:
-    """Maps each field that takes its axes from the role of an array to these axes: ``{"axis": -1, "stacked": 0}``.
+    """Returns the axes for fields of a stage that take them from an array's role: ``{"axis": -1, "stacked": 0}``.
 
-    If the user gave all axes, or the stage needs no axes, the result is empty. Fields of ``stage`` that hold axes by
-    path must already be resolved for the array.
+    If the user gave all axes, or the stage needs no axes at this array, the result is empty.
 
     Args:
-      stage: The stage.
-      leaf: The array as the tree describes it, with its layer or name, and its role if a network was analyzed.
-      w: The array, or its type.
-      stacked: The stacked axes of ``w`` if it is one of ``candidate_types`` (``core/leafwise.py``).
+      stage: The stage, in which axes that depend on the array's path are already resolved.
+      leaf: A description of the array: its path, its layer or name, and its role if a network was analyzed.
+      w: The array, or its shape and dtype.
+      stacked: The stacked axes of ``w`` if ``w`` is only a candidate for the array's type, from ``candidate_types``.
 
     Raises:
       ValueError: If a field needs an axis that the array's role does not give.
@@ -79,9 +78,9 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
     n_unstacked = w.ndim - len(given)
     is_matrix = n_unstacked == 2 and stage.any_matrix and not known.is_class
     if n_unstacked < 2 or stacked_axes_error(w, given) or is_matrix:
-        return {}  # A vector, or such a matrix, needs no axes. Another check reports wrong stacked axes.
+        return {}  # A vector, or a matrix under `any_matrix`, needs no axes. Wrong stacked axes are reported elsewhere.
     if stage.outside_networks and not known.is_class:
-        why = f"its name does not tell whether a network contracts it or it holds {stage.outside_networks}"
+        why = f"its name does not show whether it is a weight of a network or holds {stage.outside_networks}"
         known = KnownAxes(why=why)
     role = known.role_of(w, stacked or given, None if stacked else leaf.tree)
     if role.why:
@@ -90,12 +89,12 @@ def axes_at(stage: Any, leaf: Leaf, w: Any, stacked: Numbers = ()) -> dict[str, 
 
 
 def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
-    """Returns the stacked axes of ``w``, an array or its type; the default selection ignores these axes.
+    """Returns the stacked axes of ``w``, an array or its type. The default of ``where`` ignores these axes of an array.
 
-    The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` of shape
-    ``(3, 8, 4)`` has the stacked axis 0. If several choices fit the layer, the result is the first choice, because only
-    the number of axes matters here. If no choice fits the layer, the result has as many axes as the array has in
-    addition to those of the layer, and another check reports the error.
+    The stacked axes come from the network's roles, from the user, or from the layer: a ``Linear`` kernel of shape
+    ``(3, 8, 4)`` has the stacked axis 0. If several choices fit the layer, the first is returned, because callers use
+    only the number of axes. If no choice fits the layer, the result has as many axes as the array has beyond those of
+    the layer, and another check reports the error.
     """
     if leaf.network_role is not None and stage.takes_stacked_from_role:
         return leaf.network_role.stacked
@@ -108,10 +107,10 @@ def stacked_at(stage: Any, leaf: Leaf, w: Any) -> Numbers:
 
 
 def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
-    """Maps each field that takes its axes from the role of an array to its axes in an array with this role.
+    """Returns the axes for fields of a stage that take them from an array's ``role``: ``{"axis": -1, "stacked": 0}``.
 
-    For a kernel ``(in, out)``, a field for ``"outputs"`` gets -1, and a field for ``"inputs"`` gets -2. These numbers
-    count from the back, without the stacked axes. The numbers in ``stacked`` count from the front.
+    For a kernel of shape ``(in, out)``, a field for ``"outputs"`` gets -1, and a field for ``"inputs"`` gets -2. These
+    indices are negative and skip the stacked axes. The indices in ``stacked`` are nonnegative and count all axes.
 
     Raises:
       ValueError: If the role does not determine the axes, or gives several axes for a field that takes one.
@@ -121,46 +120,46 @@ def _axes_by_role(stage: Any, leaf: Leaf, role: Role) -> dict[str, Any]:
         return axes_of_field
     stacked = role.stacked if stage.takes_stacked_from_role else find_axes(stage.stacked, leaf)
     if why := _why_unusable(role, stacked):
-        raise ValueError(f"{why}, or leave it out with `where`.")
+        raise ValueError(f"{why}. Give its axes as integers, or leave the array out with `where`.")
     numbers = axes_by_word(role, stacked)
     for name, axes in stage.axes_from_role.items():
         given = axes if isinstance(axes, tuple) else (axes,)
-        # A word may stand for several axes. An axis that is not a word is already a number.
+        # A word such as "inputs" may stand for several axes. Any other axis is already an integer.
         found = one_or_tuple([number for axis in given for number in numbers.get(axis, (axis,))])
         if isinstance(found, tuple) and stage._checks[name].check.single:
             raise ValueError(
-                f"{name} is one axis, but the network has {len(found)} for it, {found} of shape {role.shape}. Give "
-                f"one by number, or leave the array out with `where`."
+                f"{name} must be one axis, but the network has {len(found)} such axes, {found}, in the array of shape "
+                f"{role.shape}. Give one of them as an integer, or leave the array out with `where`."
             )
         axes_of_field[name] = found
     return axes_of_field
 
 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
-    """Returns why words such as ``"outputs"`` have no meaning for this role, as the beginning of an error text.
+    """Returns the beginning of an error text if words such as ``"outputs"`` have no meaning for this role, or else "".
 
-    If the words have a meaning, the result is empty. The ``stacked`` axes need no role.
+    The words have no meaning if an axis has no role or several roles. Axes in ``stacked`` need no role.
     """
     if role.why:
-        return f"no product of it with data is known ({role.why}). Give its axes by number"
+        return f"no product of the array with data is known ({role.why})"
     if role.ambiguous:
-        return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
+        return f"the network uses the array in several ways ({role.ambiguous})"
     if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
-        return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
+        return f"no product shows whether axes {unknown} of the array of shape {role.shape} are inputs or outputs"
     return ""
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) -> str:
-    """Returns the error text for an array whose axes are unknown, with what to write for each possible meaning.
+    """Returns the error text for an array whose axis roles are unknown, with the code to write for each possibility.
 
-    ``stacked`` holds the stacked axes that the user gave, and ``why`` is the reason. For an array of shape ``(3, 4)``,
-    the text offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for ``(out, in)``. If the
-    layer is known and only the stacked axes are unknown, the text offers the possible choices of stacked axes.
+    ``stacked`` holds the stacked axes that the user gave, and ``why`` says why the roles are unknown. For an array of
+    shape ``(3, 4)``, the text offers ``WeightNorm(axis=-1)`` for ``(in, out)`` and ``WeightNorm(axis=-2)`` for
+    ``(out, in)``. If only the stacked axes are unknown, the text offers the choices of stacked axes that fit the layer.
     """
-    stacks = [] if stacked else leaf.axes.possible_stacks(w.shape)
+    shape, stacks = tuple(w.shape), [] if stacked else leaf.axes.possible_stacks(w.shape)
     if leaf.axes.are_of_layer and len(stacks) > 1:
         codes = " or ".join(repr(replace(stage, stacked=stack)) for stack in stacks)
-        return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {codes}. Or {_OR_ROLES}"
+        return f"cannot determine the stacked axes of an array of shape {shape}: {why}. Write {codes}. Or {_OR_ROLES}"
     n_unstacked = w.ndim - len(stacked)
     inputs = "i" * (n_unstacked - 1)
     any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))  # for arrays of five axes or more
@@ -176,16 +175,19 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: Numbers, why: str) ->
             code = repr(replace(stage, **_axes_by_role(stage, leaf, role)))
             meanings_of_code.setdefault(code, []).append(meaning)
     writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
-    return f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or {_OR_ROLES}"
+    return (
+        f"cannot determine which axes of an array of shape {shape} are inputs and which are outputs: {why}. Write "
+        f"{'; or '.join(writings)}. Or {_OR_ROLES}"
+    )
 
 
 def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
-    """Describes the axes of a stage at an array and their source as text for a table: ``"axis=-1 (nnx.Linear)"``.
+    """Returns the axes of a stage at an array, and where they come from, as table text: ``"axis=-1 (nnx.Linear)"``.
 
-    ``bound`` is the stage resolved for that array, and ``known`` is what is known about the array without a network.
-    The source is ``given`` if the user set the axes. If the axes follow from the layer or name, the source is that
-    layer or name. If the stage takes any matrix, the source is ``a matrix``. If the axes do not matter to the stage,
-    the result is empty.
+    ``bound`` is the stage with the axes for that array, and ``known`` holds the axis roles derived from the array's
+    layer or name. The text in parentheses is ``given`` if the user set the axes, that layer or name if the axes are
+    derived from it, and ``a matrix`` if the stage accepts any matrix. If the stage does not depend on axes, the result
+    is empty.
     """
     if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""  # A stage that does not treat each array on its own, such as `Tie`, has no `by_roles`.
@@ -205,23 +207,23 @@ def axes_in_words(stage: Any, bound: Any, known: KnownAxes) -> str:
     return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({source})"
 
 
-# The functions below handle chains for a network whose program was analyzed, so the roles of parameters are known.
+# The functions below are for chains of stages on a network that was analyzed, so that each parameter's role is known.
 
 
 def visit_with_roles(
     who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat], Sequence[Any]]
 ) -> list[Any]:
-    """Calls ``visit`` on each stage, starting with the last, and returns the stages that replace them.
+    """Calls ``visit`` on each stage, starting with the last, and returns the stages of the new chain in order.
 
-    ``init`` of a chain runs the last stage first, and the results are the arrays for the stage before it. Only the
-    types of these arrays are computed. Each array inherits its role from the parameter whose axes it follows.
+    ``init`` of a chain runs the last stage first, and passes its raw values to the stage before it. Here, only the
+    types of these values are computed. Each value inherits its role from the parameter to which its axes correspond.
 
     Args:
-      who: The call, for errors.
+      who: The call to name in errors.
       stages: The stages of a chain.
-      roles: A tree of roles, or a model of nnx or equinox layers.
-      visit: A function that gets a stage, and the types of the arrays that ``init`` of the stage takes, with their
-        roles. The function returns one stage, or several stages that form a chain.
+      roles: A tree of :class:`Role` objects, or a model of nnx or equinox layers.
+      visit: A function of a stage and of the tree of array types, with roles, that ``init`` of the stage receives. It
+        returns a list of one or more stages that replace the stage.
     """
     roles_of_params = roles_of(who, roles)
     tree = flatten(jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles))
@@ -237,8 +239,8 @@ def visit_with_roles(
 def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Roles:
     """Derives the role of each array of a raw tree from the role of its parameter, if the parameter has a role.
 
-    ``origins`` says which axes correspond. If the norms ``g`` of a kernel ``(in, out)`` have the shape ``(1, out)``,
-    for example, axis 1 of the norms is an output.
+    ``origins`` maps the axes of each raw value to parameter axes. If the norms ``g`` of a kernel ``(in, out)`` have the
+    shape ``(1, out)``, for example, axis 1 of the norms is an output.
     """
     sources = {place: origins[place] for place, x in tree.arrays.items() if is_array(x)}
     return {
@@ -249,7 +251,7 @@ def _inherit_roles(roles_of_params: Roles, tree: Flat, origins: Origins) -> Role
 
 
 def roles_of(who: object, roles: PyTree) -> Roles:
-    """Returns the role of each parameter by its place, from a tree of roles or a model of nnx or equinox layers.
+    """Maps the key path of each parameter to its :class:`Role`, given a tree of roles, or an nnx or equinox model.
 
     Leaves of a model that are not arrays, such as functions, have no role. A tree of roles may contain such leaves too.
 
@@ -264,18 +266,18 @@ def roles_of(who: object, roles: PyTree) -> Roles:
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
-                f"{who} takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but got a "
-                f"tree with {type(leaf).__name__} at {path_text(path)!r}."
+                f"{who} takes the result of `rpx.roles(loss, params, batch)`, or a model of nnx or equinox, but got a "
+                f"tree with {type(leaf).__name__} at {path_text(path)!r}. Pass that result."
             )
     return roles_by_place
 
 
 def with_axes(stage: Any, tree: Flat) -> list[Any]:
-    """Returns the stage with all axes as numbers, given a tree of types with the roles of its arrays.
+    """Returns the stage with all its axes as integers; ``tree`` holds the types and the roles of the arrays.
 
-    ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if all kernels have their outputs last. Otherwise, it becomes a
-    stage with axes by path. If two values of one array need different axes, the result has several stages, because both
-    values have the same path.
+    ``WeightNorm()`` becomes ``WeightNorm(axis=-1)`` if the output axis of each kernel is the last one. Otherwise,
+    ``axis`` becomes a dict from path patterns to axes. If two raw values of one parameter need different axes, the list
+    has several stages, because both values have the parameter's path.
     """
     axes_of_leaves = list[tuple[Leaf, dict[str, Any]]]()
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
@@ -287,8 +289,8 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
     leaves = replace(tree, roles=None).leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
-    # Later calls select arrays without roles. If these calls would select other arrays, give axes by path, which limit
-    # the stage to the right arrays.
+    # Later calls, such as `init`, select arrays without roles. If they would select other arrays than here, give the
+    # axes by path, because a stage with axes by path acts only on arrays whose path has an entry.
     if [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf, _ in axes_of_leaves]:
         return [new_stage]
     return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
@@ -297,10 +299,10 @@ def with_axes(stage: Any, tree: Flat) -> list[Any]:
 def _with_numbers(
     stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
 ) -> Any:
-    """Returns the stage with these axes in its fields: as plain axes if all leaves agree, and otherwise by path.
+    """Returns the stage with the axes of each leaf in its fields: plain axes if all leaves agree, or a dict by path.
 
-    With ``several``, the axes are always given by path, which limits the stage to these leaves. ``paths`` are the paths
-    of all arrays of the tree. If a leaf has no entry for a field, the field keeps the axes that the stage has for it.
+    With ``several``, the axes are always given by path, so that the stage acts only on these leaves. ``paths`` are the
+    paths of all arrays of the tree. A field without new axes for a leaf keeps the axes that ``stage`` has there.
     """
     new_axes = dict[str, Any]()
     for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -312,10 +314,10 @@ def _with_numbers(
 
 
 def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
-    """Yields a misfit for each field of the stage whose axes contradict the role of an array in ``tree``.
+    """Yields a :class:`Misfit` for each field of the stage whose axes contradict the role of an array in ``tree``.
 
-    The stage selects arrays as in ``init``, which knows no roles. If the role of an array is unknown or ambiguous, no
-    misfit is reported for this array.
+    The stage selects the same arrays as in ``init``, that is, without their roles. If the role of an array is unknown
+    or ambiguous, no misfit is reported for that array.
     """
     for leaf in stage._selected("with_axes", replace(tree, roles=None).leaves(bases=stage._takes_base)):
         role = (tree.roles or {}).get(leaf.place)
@@ -324,9 +326,9 @@ def misfits(stage: Any, tree: Flat) -> Iterator[Misfit]:
 
 
 def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
-    """Yields a misfit if ``stacked`` contradicts the role of an array, or else a misfit for each other such field.
+    """Yields a :class:`Misfit` for each field whose axes contradict the array's role, or only one if ``stacked`` does.
 
-    Other fields do not count the stacked axes, so if the stacked axes are wrong, these fields cannot be compared.
+    Axes in all other fields skip the stacked axes, so they cannot be compared if the stacked axes are wrong.
     """
     misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
     stage_here = stage._checked_for("with_axes", leaf)
@@ -337,33 +339,34 @@ def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
     one_array, numbers = one_stacked(leaf.content, stacked), axes_by_word(role, stacked)
     for field, (axes, word) in stage_here.axes_in_use(one_array).items():
         found = tuple(axis - one_array.ndim for axis in axes)
-        fits_transposed = stage.transposes and found == numbers[INPUTS]  # The stage treats `w` and `w.T` alike.
+        fits_transposed = stage.transposes and found == numbers[INPUTS]  # `w` and `w.T` are equivalent.
         if found != numbers[word] and not fits_transposed:
             yield misfit(field=field, got=found, expected=numbers[word])
 
 
 def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
-    """Copies the stage for different places in the raw tree, if two values with the same path need different axes.
+    """Returns copies of the stage that divide its arrays, if two raw values with the same path need different axes.
 
     The factors ``a`` and ``b`` of a low-rank kernel, for example, both have the path of the kernel, so axes by path
-    would be the same for both. In this example, the result has one stage for all ``a``, and another for all ``b``. If
-    no two values with the same path need different axes, the result is empty.
+    would be the same for both. The result then has one stage for all ``a``, and another for all ``b``. If no two values
+    with the same path need different axes, the result is empty.
     """
-    different_axes = dict[str, list[Mapping[str, Any]]]()  # Maps each path to its different axes, in order.
+    different_axes = dict[str, list[Mapping[str, Any]]]()  # Maps each path to a list of distinct axes.
     leaves_of_copy = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         axes_at_path = different_axes.setdefault(leaf.path, [])
         if axes not in axes_at_path:
             axes_at_path.append(axes)
-        number = axes_at_path.index(axes)  # Copy n gets the n-th different axes of each path.
+        number = axes_at_path.index(axes)  # Copy n gets the n-th distinct axes of each path.
         leaves_of_copy.setdefault(number, []).append(leaf)
     return [_stage_at(stage, leaves) for leaves in leaves_of_copy.values()] if len(leaves_of_copy) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
-    """Returns a copy of the stage that selects only these leaves, by their places in the raw tree.
+    """Returns a copy of the stage that selects only these leaves, by their paths in the raw tree.
 
-    Fields by path are kept only for the paths of these leaves, because an expression that matches no array is an error.
+    A field given by path keeps only the patterns that match these leaves, because a pattern without a match is an
+    error.
     """
     paths = [leaf.path for leaf in leaves]
     fields_by_path = stage._varying_fields.items()

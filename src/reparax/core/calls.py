@@ -14,13 +14,16 @@ from reparax.core.random import check_key, is_one_key
 from reparax.numerics.arithmetic import is_array
 
 BY_HAND = "by hand"
-"""The value of ``updates`` with which users promise that their training loop calls ``p.update`` itself."""
+"""The value of the argument ``updates`` by which users promise that their training loop calls ``p.update`` itself."""
 
 
 def require_by_hand(who: str, updates: object) -> None:
-    """Requires that the argument ``updates`` of ``who`` is None or :data:`BY_HAND`; no other value is allowed."""
+    """Raises an error unless ``updates``, an argument of the function named ``who``, is None or :data:`BY_HAND`."""
     if updates not in (None, BY_HAND):
-        raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
+        raise ValueError(
+            f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}. Write updates={BY_HAND!r} if your "
+            f"training loop calls `p.update`."
+        )
 
 
 def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> bool:
@@ -40,21 +43,21 @@ def can_take(function: Callable[..., Any], count: int, *, if_unknown: bool) -> b
 
 
 def is_stage(x: object) -> bool:
-    """Returns whether ``x`` is a stage or a chain; False for a class. Does not import ``Parametrization``."""
+    """Returns whether ``x`` is a stage or a chain, not a class of stages. Does not import ``Parametrization``."""
     return hasattr(type(x), "_parts")
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
-    """Returns ``init`` with a fixed key, for callers to whom the random initial values do not matter."""
+    """Returns a version of ``init`` that uses a fixed key, for callers that do not depend on random initial values."""
     return functools.partial(init, key=jax.random.key(0))
 
 
 @dataclass(frozen=True, eq=False)
 class CallName:
-    """The name of a call in errors, such as ``WeightNorm().init at 'dense/kernel'``, formatted only on an error.
+    """The name of a method call in errors, such as ``WeightNorm().init at 'dense/kernel'``, built only on an error.
 
     Attributes:
-      p: The chain, or a stage of it.
+      p: The chain or the stage whose method is called.
       method: The name of the method.
       paths: The paths of the arrays on which a stage acts; empty for a call on the whole tree.
     """
@@ -75,9 +78,9 @@ class CallName:
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
-    """Requires a tree without references. A reference is a leaf whose content changes in place.
+    """Raises a TypeError if ``tree`` has a reference, that is, a leaf whose content changes in place.
 
-    Chains are pure functions, so they could not write such a change back.
+    The methods of a chain are pure functions, so they cannot write such a change back.
     """
     if not any(map(is_reference, jax.tree.leaves(tree))):
         return
@@ -90,13 +93,13 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
 
 
 def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "") -> jax.Array | None:
-    """Returns ``key`` as a typed scalar key, or None if ``key`` is None. Raises an error for anything else.
+    """Returns ``key`` as a typed scalar PRNG key, or None if ``key`` is None. Raises an error for anything else.
 
     Args:
       p: The chain.
-      method: The name of its method, for errors.
-      key: What the user passed as the key.
-      needed: If this is not empty, a missing key is an error, which ends with this text.
+      method: The name of the chain's method that received the key, for errors.
+      key: The argument that the user passed as the key.
+      needed: The advice in the error for a missing key. If ``needed`` is empty, the key may be None.
     """
     if key is None and needed:
         raise ValueError(f"{CallName(p, method)} draws random numbers, so it needs a key, but got key=None. {needed}")
@@ -115,7 +118,7 @@ def checked_key(p: Any, method: str, key: jax.Array | None, *, needed: str = "")
 def key_for_apply(p: Any, key: jax.Array | None) -> jax.Array | None:
     """Returns the key for ``p.apply`` as a typed key; None if the chain draws nothing.
 
-    Even an unused key is checked, because a user of another library may pass the model's data here by mistake.
+    Even an unused key is checked, because users of other libraries may pass the model's inputs here by mistake.
     """
     needed = "Pass a key, or evaluate with `p.deterministic`." if p.stochastic else ""
     typed_key = checked_key(p, "apply", key, needed=needed)
@@ -134,23 +137,23 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 
 
 def require_chains(usage: str, *arguments: object) -> None:
-    """Requires that ``arguments`` are parametrizations, the first arguments of a public function.
+    """Raises a TypeError unless each of ``arguments``, the first ones of a public function, is a stage or a chain.
 
-    ``usage`` shows how to call the function, for the error: ``"summary(p, params)"``.
+    ``usage`` is the correct call of the function to show in the error, such as ``"summary(p, params)"``.
     """
     for x in arguments:
         if not is_stage(x):
             # For the usage `axes.check_axes(p, loss, params, batch)`, the name is `check_axes`.
-            name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
+            name, what = usage.partition("(")[0].rpartition(".")[2], f"a value of type {type(x).__name__}"
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
-            raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")
+            raise TypeError(f"{name} expected a parametrization, but got {what}. Write `rpx.{usage}`.")
 
 
 def describe_non_stage(x: Any) -> str:
-    """Describes what was passed instead of a stage, and what to write instead; the text follows "but got" in an error.
+    """Returns the error text after "but got" for an object ``x`` that is not a stage, and advice on what to write.
 
-    Only short values are shown. An array, for example, is described by its type.
+    Only short values are shown. An array, for example, is described by the name of its class.
     """
     if isinstance(x, type) and hasattr(x, "_parts"):  # The user has passed a class of stages without calling it.
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."

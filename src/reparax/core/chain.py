@@ -1,9 +1,9 @@
-"""Parametrizations and their composition, chains from JSON, and the mean of a random stage.
+"""Defines parametrizations, their composition into chains, chains from JSON, and the mean of a random stage.
 
 :class:`Parametrization` is both the base class of stages and the type of chains. Its public methods, ``init``,
 ``apply`` and so on, work on whole trees and loop over the stages of a chain (``_parts``); a single stage is a chain of
-one. Each of these methods is the same for all chains. Stages differ in their private methods whose names end in
-``_at``. These call the formulas of the stage at one :class:`Site`, that is, for one array or one group of arrays.
+one. These methods are the same for all chains. Stages differ in their private methods whose names end in ``_at``, each
+of which calls a formula of the stage at one :class:`Site`, that is, for one array or one group of arrays.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ T = TypeVar("T")
 
 
 class Parametrization(Static, ABC):
-    """A pure map from a raw tree to an effective tree, with a right inverse.
+    """A pure map from the raw tree that is trained to the effective tree that the model reads, with a right inverse.
 
     ``init`` computes the raw tree, which the optimizer trains, from the model's parameters. ``apply`` computes the
-    effective tree, which the model reads, from the raw tree. ``update`` advances the fixed values once per step. All
-    three are pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
+    effective tree, which the model reads, from the raw tree. ``update`` advances the fixed values, such as masks, once
+    per step. All three are pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
     ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, that is, for each array that its
     formula can return. In a chain, ``init`` inverts the stages one by one, from the last to the first. So the equation
@@ -61,8 +61,8 @@ class Parametrization(Static, ABC):
     array is from ``w``.
 
     Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
-    formulas on one array, or from :class:`Joint` for formulas on several. Subclasses become frozen
-    dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
+    formulas on one array, or from :class:`Joint` for formulas on several. Subclasses become frozen dataclasses without
+    a decorator: hashable, comparable, picklable, static to JAX, with source code that rebuilds them as ``repr``.
 
     Raises:
       TypeError: If a class derives directly from this one, because this class does not define the arrays on which a
@@ -74,19 +74,19 @@ class Parametrization(Static, ABC):
     changes_type: ClassVar[bool] = False
     """Whether the stage may change the shape or dtype of the model's arrays."""
     straight_through: ClassVar[bool] = False
-    """Whether the gradient differs from the formula's own, as when rounding has the gradient of the identity."""
+    """Whether ``apply`` replaces the true gradient by another, as when rounding gets the gradient of the identity."""
 
     moves_weights: ClassVar[bool] = False
     """Whether ``update`` also changes trainable values; for example, it may set regrown weights to zero."""
     needs_update: ClassVar[bool] = False
-    """Whether the weights are wrong unless each step calls ``update``, so that :func:`optimizer` requires the call."""
+    """Whether the weights are wrong unless each training step calls ``update``; :func:`optimizer` then requires it."""
     starts_elsewhere: ClassVar[bool] = False
     """Whether ``apply(init(w))`` is meant to differ from ``w``. True suppresses the warning about this difference."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises an error for a class that lacks ``sites``, or that overrides a method of whole chains.
+        """Raises a TypeError for a subclass that does not define ``sites``, or that overrides a method of whole chains.
 
-        ``Chain`` defines ``_parts`` instead of ``sites``, because its stages have the sites.
+        ``Chain`` defines ``_parts``, its stages, instead of ``sites``, because each stage defines its own ``sites``.
         """
         if cls.sites is Parametrization.sites and "_parts" not in vars(cls):
             raise TypeError(
@@ -106,10 +106,10 @@ class Parametrization(Static, ABC):
     def init(self, params: T, key: jax.Array | None = None) -> T:
         """Returns the raw tree whose effective tree is ``params``, up to rounding.
 
-        If the chain cannot represent ``params``, the effective tree differs from ``params``; see the class. Arrays that
-        no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating the raw
-        tree also deletes them in ``params``. If you need ``params`` later, copy them:
-        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        If the chain cannot represent ``params``, the effective tree differs from ``params``; see
+        :class:`Parametrization`. Arrays that no stage changes, such as the base of an adapter, are the same objects as
+        in ``params``, so donating the raw tree also deletes them in ``params``. If you need ``params`` later, copy
+        them: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.
@@ -128,27 +128,27 @@ class Parametrization(Static, ABC):
         return nest(with_boxes(self._parts, tree, initialize(self._parts, tree, typed_key)))
 
     def _follow(self, params: PyTree) -> Origins:
-        """Returns, for each axis of each raw value, the parameter axis that it follows; see ``follow_axes``."""
+        """Maps each raw value to its parameter, and each of its axes to a parameter axis; see ``follow_axes``."""
         return follow_axes(self._parts, flatten(params))[1]
 
     def _init_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
-        """Returns the checked random key for initialization. It may be omitted if no initial value depends on it.
+        """Returns ``key`` as a typed PRNG key; a fixed key replaces None, which is an error if ``random_init`` is true.
 
-        A fixed key then takes its place, because ``init`` of the stages expects a key.
+        ``method`` is the name of the chain's method that received the key, for errors.
         """
         needed = "Pass a key last, `jax.random.key(0)`." if self.random_init else ""
         typed_key = checked_key(self, method, key, needed=needed)
         return jax.random.key(0) if typed_key is None else typed_key
 
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
-        """Computes the effective tree of ``raw``.
+        """Computes the effective tree, which the model reads, from the raw tree.
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
           upto: The index of a stage. The result is then the tree that this stage reads: the stages ``p[:upto]`` are
-            applied, with the same random draws as in the whole chain, and the marker dicts of the stages ``p[upto:]``
-            are left in place. None, like ``len(p)``, applies the whole chain.
+            applied, with the same random draws as in the whole chain, and the marker dicts that hold the raw values of
+            the stages ``p[upto:]`` are left in place. None, like ``len(p)``, applies the whole chain.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key but, for example, the model's data.
@@ -163,8 +163,8 @@ class Parametrization(Static, ABC):
         """
         if upto is not None and (not is_integer(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
-                f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
-                f"{upto!r}."
+                f"{CallName(self, 'apply')} takes a number of stages from 0 to {len(self)} as upto, but got {upto!r}. "
+                f"Leave out upto to apply all stages."
             )
         require_no_references(self, "apply", raw)
         typed_key = key_for_apply(self, key)
@@ -174,13 +174,13 @@ class Parametrization(Static, ABC):
         return run_plan(planned, typed_key)
 
     def original(self, raw: T) -> T:
-        """Returns the model's parameters with all stages undone, as far as the raw tree still holds them.
+        """Returns the model's parameters with all stages undone, if the raw tree still holds these parameters.
 
         :meth:`fold` returns the weights that the model reads; ``original`` returns the weights without the stages.
-        Pruned and masked weights have their own numbers again, bit for bit. Frozen weights and the base of an adapter,
-        also under the norm of DoRA, are the arrays that ``init`` received. Weights that are trained under noise,
-        pruning or a spectral norm have their trained values. For :class:`Quantized`, the codes are decoded. In a jitted
-        step, the arrays are those of ``raw``, not copies. torch calls this the original of a parametrization:
+        Pruned and masked weights have their unpruned and unmasked values, bit for bit. Frozen weights and the base of
+        an adapter, also under the norm of DoRA, are the arrays that ``init`` received. Weights that are trained under
+        noise, pruning or a spectral norm have their trained values. For :class:`Quantized`, the codes are decoded. In a
+        jitted step, the arrays are those of ``raw``, not copies. torch calls this the original of a parametrization:
         ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
 
         Raises:
@@ -228,9 +228,9 @@ class Parametrization(Static, ABC):
         return with_array(self, raw, path, w, self._init_key("set", key))
 
     def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
-        """Returns ``raw`` with its fixed values advanced by one training step.
+        """Returns ``raw`` with its fixed values, such as masks, advanced by one training step.
 
-        Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
+        Trained values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
 
         Args:
           raw: The result of ``init``, before or after steps of an optimizer.
@@ -249,11 +249,11 @@ class Parametrization(Static, ABC):
         return nest(advance_fixed(CallName(self, "update"), plan_for(self, raw, "update", mean=True), typed_key, grads))
 
     def update_base(self, raw: T) -> T:
-        """Returns ``raw`` with each base moved to the current point, and the values relative to the base set to zero.
+        """Returns ``raw`` with each base moved to the current weights, and the values relative to the base set to zero.
 
-        The effective tree does not change. An optimizer's momentum for these values belongs to the old base; relative
-        to the new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or call
-        this method rarely.
+        A base is a fixed array to which trained values are relative, as in ``w = base @ expm(x)``. The effective tree
+        does not change. An optimizer's momentum for ``x`` belongs to the old base; relative to the new base, the same
+        momentum means another direction. Restart the optimizer with ``tx.init(raw)``, or call this method rarely.
 
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
@@ -265,7 +265,7 @@ class Parametrization(Static, ABC):
         """Returns the sum of the penalties of all stages, a scalar in float32 or wider, to be added to the loss.
 
         A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each stage
-        computes its own from its raw values, without the noise of earlier stages. Without penalties, the sum is 0.
+        computes its penalty from its raw values, without the noise of earlier stages. Without penalties, the sum is 0.
 
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain.
@@ -287,10 +287,10 @@ class Parametrization(Static, ABC):
         bijection of your own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a
         correlation matrix.
 
-        A symmetric matrix counts its n (n + 1) / 2 independent entries, as in numpyro. A :class:`Simplex`, which has
-        one raw value more than it needs, adds the density of a number on which the weights do not depend. No stage may
-        follow such a stage, because it would count dependent entries too. A stage before it acts on independent values,
-        and is allowed. Noise is replaced by its mean, and frozen values do not count.
+        For a symmetric matrix, only the n (n + 1) / 2 independent entries count, as in numpyro. A :class:`Simplex` has
+        one raw entry more than it needs, and adds the log-density of that entry, on which the weights do not depend. No
+        stage may follow such a stage in the chain, because it would count dependent entries too. A stage before it acts
+        on independent values, and is allowed. Noise is replaced by its mean, and frozen values do not count.
 
         Raises:
           ValueError: If a stage is not a bijection, does not define its log-determinant, acts on entries that are
@@ -330,8 +330,8 @@ class Parametrization(Static, ABC):
     def raw_paths(self, params: PyTree) -> dict[str, str | tuple[str, ...]]:
         """Maps the path of each array of ``params`` to the path at which the raw tree holds its values.
 
-        This is the array's own path, unless the array is computed from others, as a tied array is. An array that is
-        computed from several others is mapped to a tuple of paths.
+        Most arrays are mapped to their own path. An array that is computed from another, such as a tied array, is
+        mapped to the path of the other array, and an array that is computed from several others to a tuple of paths.
 
         Raises:
           ValueError: If ``params`` is a raw tree, or ``init`` raises an error for it.
@@ -346,7 +346,7 @@ class Parametrization(Static, ABC):
         sources_of_stages = [dict(chain(*(site.copies.items() for site in step.sites))) for step in steps]
 
         def owners(path: str, stages: Sequence[Mapping[str, tuple[str, ...]]]) -> list[str]:
-            """Returns the paths of the raw values of an array that these stages compute.
+            """Returns the paths at which the raw tree holds the values of an array computed by ``stages``.
 
             The last stage that computes the array from other arrays gives the paths of these other arrays. Each path is
             looked up in all ``stages`` again, because the same stage may also compute that array from others, as when
@@ -364,20 +364,20 @@ class Parametrization(Static, ABC):
         return {path: owned_by[0] if len(owned_by) == 1 else owned_by for path, owned_by in found.items()}
 
     def with_axes(self, roles: PyTree) -> Parametrization:
-        """Returns this chain with the axes of a network's weights filled in, which :func:`roles` reads from its jaxpr.
+        """Returns this chain with its axes filled in from ``roles``, which :func:`roles` reads from a network's jaxpr.
 
-        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ.
-        Axes that you did not set become numbers too, if they have a meaning in the formula: :class:`WeightNorm` has a
+        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become integers, by path if arrays differ.
+        Axes that you did not set become integers too, if they have a meaning in the formula: :class:`WeightNorm` has a
         norm for each output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each
-        stacked array. The page "Axes of a network" has the table. Axes given by number or by a library's name do not
+        stacked array. The page "Axes of a network" has a table. Axes given as integers or by a library's name do not
         change. If raw values of one array need different axes, as the two factors of :class:`LowRank` may, one stage
-        becomes several. The result is an ordinary chain, whose ``init`` and ``apply`` take no roles.
+        becomes several. The result is an ordinary chain, whose ``init`` and ``apply`` need no roles.
 
         Args:
-          roles: ``rpx.roles(loss, params, batch)``.
+          roles: The result of ``rpx.roles(loss, params, batch)``, or a model of nnx or equinox layers.
 
         Raises:
-          TypeError: If ``roles`` is not such a tree.
+          TypeError: If ``roles`` is neither a tree of roles nor such a model.
           ValueError: If a stage needs an axis of an array that the network does not multiply by data, or that it uses
             in several ways.
 
@@ -391,7 +391,7 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat) -> list[Parametrization]:
-            """Returns the stages that replace ``stage``. If ``stage`` is a mean, returns the means of these stages."""
+            """Returns copies of ``stage`` with integer axes; for the mean of a random stage, means of such copies."""
             stages = stage._unwrapped._with_axes(tree)
             return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
@@ -428,26 +428,26 @@ class Parametrization(Static, ABC):
 
         if not any(is_undone(stage._unwrapped) for stage in self._parts):
             raise ValueError(
-                f"{CallName(self, 'fold')} takes a stage of the chain, or a class of stages, as `without`, but got "
-                f"{without!r}. Take it from the chain, for example `p[0]`."
+                f"{CallName(self, 'fold')} takes a stage of the chain, or its class, as `without`, but got "
+                f"{without!r}. Pass a stage of the chain, for example `p[0]`."
             )
         return run_plan(undo_stages(planned, is_undone), None)
 
-    # The methods below are for plans and ``initialization.py``, which call the formulas of a stage at its sites.
+    # The methods below are called by plans and by ``initialization.py``, which run the formulas of a stage.
 
     draws_by_type: ClassVar[bool] = False
-    """Whether ``draw(w, key)`` of a perturbation reads only the type of ``w``; ``perturb`` then adds the draw."""
+    """Whether ``draw(w, key)`` reads only the shape and dtype of ``w``; ``perturb(w, drawn)`` then adds the draw."""
     _is_layout: ClassVar[bool] = False
-    """Whether the stage only moves and copies numbers, so that ``apply`` returns the arrays that ``init`` got."""
+    """Whether the stage only moves and copies entries, so that ``apply`` returns exactly what ``init`` received."""
     _converts: ClassVar[tuple[str, ...]] = ()
-    """The fields that may differ between two stages of this class when ``_convert`` converts their raw values."""
+    """The fields in which two stages of this class may differ so that ``_convert`` can convert their raw values."""
 
     def _convert(self, old: Any, values: Mapping[str, Any], fresh: Mapping[str, Any]) -> Mapping[str, Any]:
         """Converts raw values of the stage ``old`` to raw values of this stage for the same array; for ``transfer``.
 
         ``old`` is of the same class, and differs only in the fields ``_converts``. ``values`` holds its raw values, and
-        ``fresh`` the values that ``init`` of this stage would give. ``LoRA(8)``, for example, extends the factors of
-        ``LoRA(4)``. By default, the values stay as they are.
+        ``fresh`` the values that ``init`` of this stage would return. ``LoRA(8)``, for example, extends the factors of
+        ``LoRA(4)``. By default, the values are returned unchanged.
         """
         return values
 
@@ -478,10 +478,11 @@ class Parametrization(Static, ABC):
         return self
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns the sites of the stage, for ``init`` at arrays of ``tree``, and for other methods at its raw values.
+        """Returns the sites of the stage: one for each array, or group of arrays, on which the stage acts.
 
-        A stage without markers acts on the arrays themselves in both cases. Raises an error if the stage selects
-        nothing, or selects an array that it cannot take.
+        For ``init``, these are arrays in ``tree``; for other methods, arrays whose raw values are in ``tree``. A stage
+        without raw values acts on arrays in ``tree`` for all methods. Raises an error if the stage selects nothing, or
+        selects an array that it cannot take.
         """
         raise NotImplementedError
 
@@ -489,23 +490,23 @@ class Parametrization(Static, ABC):
         """Raises an error if the stage cannot take the array ``w``, such as a vector where it needs a matrix."""
 
     def _check_values_at(self, who: CallName, tree: Flat, path: str) -> None:
-        """Raises an error if the raw values at ``path``, which no step has read, cannot belong to this stage.
+        """Raises an error if the raw values at ``path`` cannot belong to this stage, and otherwise does nothing.
 
-        The error explains why no step has read them. If they can belong to this stage, nothing happens.
+        Plans call this for raw values that no stage has read; the error explains why.
         """
 
     def _init_at(self, site: Site, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
-        """Computes the initial raw values for the arrays: ``{"w": {"g": ..., "v": ...}}`` for ``{"w": w}``.
+        """Computes the initial raw values from the arrays: ``{"w": {"g": ..., "v": ...}}`` from ``{"w": w}``.
 
         ``key`` is None if ``init`` is not random, or if only types are needed.
         """
         raise NotImplementedError
 
     def _check_init(self, values: RawValues, arrays: Mapping[str, jax.Array]) -> None:
-        """Raises an error if ``apply`` would turn these initial values into arrays of other types than ``arrays``."""
+        """Raises an error if the types of ``apply(values)``, for initial ``values``, would differ from ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Raises an error if ``init`` would give other types of raw values for arrays of the types ``effective``."""
+        """Raises an error if ``init`` would not return raw values of these types for arrays like ``effective``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
         """Computes the effective arrays from raw values, by name: ``{"w": w}`` from ``{"w": {"g": ..., "v": ...}}``.
@@ -549,9 +550,9 @@ class Parametrization(Static, ABC):
         return [self]
 
     def _misfits(self, tree: Flat) -> Iterable[Misfit]:
-        """Lists the axes of the stage that differ from the network axes they are meant to be, for ``check_axes``.
+        """Returns a report, for ``check_axes``, of each axis of the stage that contradicts the roles in a network.
 
-        ``tree`` has the roles of a network's arrays. The result is empty for a stage without axes.
+        ``tree`` holds array types with the roles of a network's arrays. A stage without axes has no reports.
         """
         return ()
 
@@ -590,7 +591,7 @@ class Parametrization(Static, ABC):
 
     def to_json(self) -> str:
         """Returns the configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
-        is_one = len(self._parts) == 1  # A one-stage chain differs from its stage, so write a chain.
+        is_one = len(self._parts) == 1  # A chain of one stage does not equal that stage.
         return dump_stages((self,) if is_one else self._parts)
 
     def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
@@ -622,7 +623,10 @@ class Parametrization(Static, ABC):
           An optimizer changed them, for example by weight decay. Wrap it with `rpx.optimizer(tx, p)`, or ...
         """
         if like is None and since is None:
-            raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
+            raise TypeError(
+                f"{CallName(self, 'check')} got neither `like` nor `since`. Pass like=params, or since=raw with an "
+                f"earlier raw tree."
+            )
         if like is not None:
             require_no_raw(CallName(self, "check"), like, "Pass `like=params`; to compare two raw trees, `since=raw`.")
             require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
@@ -632,11 +636,11 @@ class Parametrization(Static, ABC):
     def shardings(
         self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory_kind: str | None = None
     ) -> PyTree:
-        """Returns the shardings of the raw tree, in which each axis is sharded like the parameter axis that it follows.
+        """Returns shardings for the raw tree, in which each axis is sharded like the parameter axis it corresponds to.
 
-        An axis of a raw value is not sharded if it follows no axis of a parameter, or if its size is not divisible by
-        the mesh axes. For an axis of a parameter, such a size is an error. Nothing is computed: each stage is only
-        traced, once for each type of array.
+        An axis of a raw value is not sharded if it corresponds to no parameter axis, or if its size is not divisible by
+        the sizes of the mesh axes. If a parameter's own axis is not divisible, an error is raised. Nothing is computed:
+        each stage is only traced, once for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
@@ -692,7 +696,7 @@ class Chain(Parametrization):
     random_init: ClassVar[Any] = property(lambda self: any(stage.random_init for stage in self.stages))
 
     def __post_init__(self) -> None:
-        """Requires that all parts are stages or chains, and replaces each chain among them by its stages."""
+        """Raises a TypeError unless ``stages`` holds only stages and chains, and replaces each chain by its stages."""
         stages: Any = self.stages
         if not isinstance(stages, tuple):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
@@ -726,7 +730,7 @@ class Chain(Parametrization):
 
 
 def _chain_of(stages: tuple[Parametrization, ...]) -> Parametrization:
-    """Returns the chain of ``stages``, each a stage or a chain. If there is one stage in all, returns it."""
+    """Returns a chain of the given stages and chains. If there is only one stage in all, returns that stage."""
     chain = Chain(stages)
     return chain.stages[0] if len(chain) == 1 else chain
 
@@ -751,7 +755,9 @@ def from_json(text: str) -> Parametrization:
     stages = load_stages(text)
     for stage in stages:
         if not isinstance(stage, Parametrization):
-            raise ValueError(f"from_json expected a stage, but found {stage!r}. Pass it as an argument of a stage.")
+            raise ValueError(
+                f"from_json expected a list of stages, but found {stage!r} in it. Pass it as an argument of a stage."
+            )
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
 
@@ -794,7 +800,7 @@ class Mean(Parametrization):
     _unwrapped: ClassVar[Any] = _stage_property("_unwrapped")
 
     def __post_init__(self) -> None:
-        """Requires a random stage, and copies its kind, which is its name in markers."""
+        """Raises a TypeError unless ``stage`` is random, and copies its ``kind``, its name in raw trees."""
         stage: Any = self.stage
         if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
@@ -804,5 +810,5 @@ class Mean(Parametrization):
         object.__setattr__(self, "kind", stage.kind)  # The markers in the raw tree are those of the stage.
 
     def sites(self, method: str, tree: Flat) -> list[Site]:
-        """Returns the sites of the random stage itself; plans call the formulas of that stage there without a key."""
+        """Returns the sites of the random stage; a plan computes its mean by calling its formulas without a key."""
         return self.stage.sites(method, tree)

@@ -1,7 +1,7 @@
 """Checks raw values and the results of formulas, and lists how a raw tree differs from the expected tree.
 
 A ``require_...`` function returns None, or raises an error that says what was expected, what was found and what to do.
-Formulas do not know for which array they are called, so most of these errors are completed by :func:`locate_errors`.
+Formulas do not know for which array they are called, so :func:`locate_errors` adds the stage and the path to errors.
 """
 
 from collections.abc import Callable, Generator, Mapping
@@ -19,35 +19,35 @@ from reparax.numerics.arithmetic import is_array
 
 
 def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Requires that raw values have the names and shapes of ``expected``, the values that ``init`` would return.
+    """Raises an error unless raw values have the names and shapes of ``expected``, the values that ``init`` would give.
 
-    Dtypes may differ, as they do after a cast of the raw tree. Values may be missing, because a formula raises an error
-    if it needs a missing value.
+    Dtypes may differ, for example after a cast of the raw tree. Values may be missing, because a formula that needs a
+    missing value raises an error itself.
     """
     for name, x in values.items():
         if name not in expected:
-            raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
+            raise ValueError(f"expected raw values named {tuple(expected)}, but got {name!r}: {OTHER_CHAIN}")
         if x.shape != expected[name].shape:
-            raise ValueError(f"expected {name} of shape {expected[name].shape}, got {x.shape}: {OTHER_CHAIN}")
+            raise ValueError(f"expected {name!r} of shape {expected[name].shape}, but got {x.shape}: {OTHER_CHAIN}")
 
 
 class WrongType(ValueError):
-    """The error for a formula that returns an array of the wrong type; ``locate_errors`` keeps it as the cause."""
+    """Raised if a formula returns an array of the wrong shape or dtype; ``locate_errors`` keeps it as the cause."""
 
 
 @contextmanager
 def locate_errors(who: object) -> Generator[None]:
-    """Adds the text of ``who``, a stage and a path, to errors raised by formulas, which do not know their path.
+    """Adds ``who``, the call of a stage at an array, to errors raised in the ``with`` block by formulas.
 
-    A KeyError becomes a ValueError, because formulas look up raw values by name, and a KeyError means that a value is
-    missing. Errors of other classes keep their class, and get a note instead.
+    A KeyError becomes a ValueError, because formulas look up raw values by name, so a KeyError means that a value is
+    missing. Errors of other classes than ValueError keep their class, and get ``who`` as a note.
     """
     try:
         yield
     except KeyError as error:
         raise ValueError(
-            f"{who}: looked up {error}, which is not there. If it is a raw value, restore the whole raw tree; if not, "
-            f"correct the formula that looks it up."
+            f"{who}: a formula looked up {error}, which does not exist. If it is a raw value, restore the whole raw "
+            f"tree; otherwise, correct the name in the formula."
         ) from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
@@ -63,39 +63,40 @@ def locate_errors(who: object) -> Generator[None]:
 
 
 def _require_dict(method: str, values: Any) -> None:
-    """Requires that ``method`` returned a dict."""
+    """Raises a ValueError unless ``values``, the result of the formula ``method``, is a dict."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
+        raise ValueError(f"{method} must return a dict of arrays, such as {{'x': x}}, but returns {describe(values)}.")
 
 
 def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
-    """Requires that ``method``, such as ``init_leaf``, returned a dict of arrays with all declared names.
+    """Raises a ValueError unless a formula such as ``init_leaf`` returned a dict of arrays with all declared names.
 
-    Only names that are declared as optional may be missing. Names without a declaration are allowed, unless a path or a
-    marker could not hold them.
+    Only values that are declared as optional may be missing. Undeclared names are allowed, unless they are empty or
+    contain a character that is reserved in paths and markers.
     """
     _require_dict(method, values)
     for name, value in values.items():
         if not is_array(value):
             raise ValueError(
-                f"{method} must return a dict of named arrays, but returns {type(value).__name__} for {name!r}."
+                f"{method} must return a dict of arrays, but returns {type(value).__name__} for {name!r}. Convert it "
+                f"to an array."
             )
     if not values or any(not name or name == OTHERS or set(name) & set("@./") for name in values):
         raise ValueError(
-            f"{method} must return at least one value, with names other than '*' and without '@', '.' and '/', but "
-            f"returns {tuple(values)}. Rename or add values in {method}."
+            f"{method} must return at least one value, with nonempty names other than '*' and without '@', '.' and "
+            f"'/', but returns values named {tuple(values)}. Rename or add values in {method}."
         )
     # The name "*" declares values of any name, so it requires no particular value.
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
     if not values.keys() >= set(required):
         raise ValueError(
-            f"{method} must return each value that the class declares, {required}, but returns {tuple(values)}. "
-            f"Rename or add values in {method}."
+            f"{method} must return each value that the class declares, {required}, but returns values named "
+            f"{tuple(values)}. Rename or add values in {method}."
         )
 
 
 def require_type(method: str, effective: Any, expected: Array) -> None:
-    """Requires that ``method`` returned an array of the shape and dtype of ``expected``, the array that it replaces."""
+    """Raises an error unless a formula returned ``effective`` with the shape and dtype of ``expected``."""
     if describe(effective) != describe(expected):
         is_vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
@@ -109,11 +110,11 @@ T = TypeVar("T")
 
 
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
-    """Calls ``describe`` on each array, and returns the results by parameter and by the rest of the array's path.
+    """Maps the path of each parameter to a dict with ``describe(x)`` for each of its arrays ``x`` in a raw tree.
 
     ``{"out": {"@weight_norm": {"g": g, "v": v}}}`` gives ``{"out": {"@weight_norm/g": ..., "@weight_norm/v": ...}}``.
-    For a plain array, the rest of the path is empty. Leaves that are not arrays are left out. If ``empty`` is true,
-    empty nodes, such as those of tied arrays, are described too.
+    The inner key of a plain array is "". Leaves that are not arrays are left out. If ``empty`` is true, empty nodes,
+    such as those of tied arrays, are described too.
     """
     descriptions = dict[str, dict[str, T]]()
     for names, leaf in items(tree, is_empty):
@@ -125,17 +126,17 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
 
 
 def _outermost(content: dict[str, str]) -> str | None:
-    """Returns the outermost marker of a parameter, or its array type without a marker; None if it is missing.
+    """Returns the outermost marker of a parameter, or the type of a plain array, or None if ``content`` is empty.
 
     ``{"@weight_norm/g": "float32[1, 4]", ...}`` gives ``"@weight_norm"``, and ``{"": "float32[2]"}`` gives
-    ``"float32[2]"``. Only the first value is read, because all values of a parameter are below one marker.
+    ``"float32[2]"``. Only the first key is read, because all values of a parameter are below one marker.
     """
     path_below = next(iter(content), None)
     return None if path_below is None else path_below.split("/")[0] or content[path_below]
 
 
 def describe_as_stored(x: Any) -> str:
-    """Describes ``x`` like :func:`describe`, but with the dtype as stored: float64 where JAX would read float32."""
+    """Describes ``x`` like :func:`describe`, but with its dtype as stored, such as float64 where JAX reads float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
 
 
@@ -151,10 +152,10 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 
 def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """Returns the lines about one parameter: one line for the whole parameter, or one for each wrong value.
+    """Returns the error lines about one parameter: one line for the whole parameter, or one for each wrong value.
 
-    The parameter as a whole has a line if it is missing, unexpected, or belongs to another stage. ``found`` and
-    ``expected`` map the rest of each value's path to the value's type; they are empty if there is no such parameter.
+    There is a line for the whole parameter if it is missing, unexpected, or made by another stage. ``found`` and
+    ``expected`` map the path of each value below the parameter to the value's type; empty if there is no parameter.
     """
     if _outermost(found) != _outermost(expected):
         return [_difference(parameter, _outermost(found), _outermost(expected))]
@@ -167,9 +168,9 @@ def _differences_of(parameter: str, found: dict[str, str], expected: dict[str, s
 
 
 def _difference(path: str, found: str | None, expected: str | None) -> str:
-    """Returns the line for a path that does not hold what is expected.
+    """Returns the error line for a path at which the type ``found`` differs from the type ``expected``.
 
-    If ``found`` is None, the path holds nothing; if ``expected`` is None, it should hold nothing.
+    If ``found`` is None, the path is missing; if ``expected`` is None, the path should not exist.
     """
     if found is None:
         return f"{path}: missing, expected {expected}"
@@ -177,7 +178,7 @@ def _difference(path: str, found: str | None, expected: str | None) -> str:
 
 
 def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
-    """Requires that a raw tree does not differ from ``init(like)``; the error lists each path that differs."""
+    """Raises a ValueError that lists each path at which the types of ``raw`` and ``init(like)`` differ, if any."""
     lines = _list_differences(raw, like, init)
     if lines:
         raise ValueError(
@@ -196,16 +197,16 @@ def require_valid_init(
     *,
     is_shared: bool,
 ) -> None:
-    """Requires that initial values have the names that the class declares, and that ``apply`` accepts them.
+    """Raises an error unless initial raw values have the names that the class declares, and ``apply`` accepts them.
 
     Args:
       stage: The stage.
-      apply: Computes the effective arrays of raw values. They must have the types of ``arrays``.
+      apply: Computes effective arrays from raw values. They must have the types of ``arrays``.
       formulas: The names of the formulas for ``init`` and ``apply``, for errors.
       values: The raw values that ``init`` returned.
-      arrays: The arrays for which ``init`` returned them.
+      arrays: The arrays from which ``init`` computed the values.
       is_shared: Whether the arrays share the declared values, so that each value may belong to only one of the arrays.
-        Otherwise, each array has all of them.
+        Otherwise, each array must have all declared values.
     """
     init_formula, apply_formula = formulas
     advice = " Return a value that several arrays share under the name of one of them." if is_shared else ""
@@ -222,25 +223,28 @@ def require_valid_init(
 
 
 def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
-    """Requires that ``method`` returned a dict with exactly these names.
+    """Raises a ValueError unless ``result``, which a formula returned, is a dict with exactly the keys of ``names``.
 
     Args:
-      method: The formula.
-      what: What the dict holds for each name, for the error: ``"an array for"``, ``"the values of"``.
-      result: What the formula returned.
+      method: The name of the formula, for the error.
+      what: The content of the dict for each name, for the error: ``"an array for"``, ``"the values of"``.
+      result: The object that the formula returned.
       names: A dict with the expected names.
       advice: The last part of the error; it begins with a space unless it is empty.
     """
     if not isinstance(result, Mapping) or set(result) != set(names):
-        found = list(result) if isinstance(result, Mapping) else type(result).__name__
-        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {found}.{advice}")
+        found = f"one with the keys {list(result)}" if isinstance(result, Mapping) else type(result).__name__
+        raise ValueError(
+            f"{method} must return a dict with {what} each of {list(names)} and no other keys, but returns "
+            f"{found}.{advice}"
+        )
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that the new raw values of one array have names and types that its ``values`` already have.
+    """Raises an error unless a formula returned new raw values with names and types as in the array's ``values``.
 
-    ``new_values`` may omit values. If a declared value is missing in the raw tree, a KeyError is raised; see
-    :func:`locate_errors`.
+    ``new_values`` may omit values. A KeyError is raised for a declared value that the raw tree lacks;
+    :func:`locate_errors` turns it into a ValueError.
     """
     _require_dict(method, new_values)
     for name, new_value in new_values.items():
@@ -248,8 +252,8 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
             raise KeyError(name)  # The raw tree lacks this value.
         if name not in values:
             raise ValueError(
-                f"{method} must return values that the array already has, {sorted(values)}, but returns {name!r}. "
-                f"Return that value from `init` too, or correct the name."
+                f"{method} must return only values that the array already has, {sorted(values)}, but returns "
+                f"{name!r}. Return that value from the formula for `init` too, or correct the name."
             )
         if describe(new_value) != describe(values[name]):
             raise ValueError(
@@ -259,7 +263,7 @@ def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_value
 
 
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
-    """Requires that a training step changes only fixed values, unless ``moves_weights`` is set, and keeps all types.
+    """Raises an error if an update changes types, or changes trained values although ``moves_weights`` is False.
 
     ``method`` is the formula, ``update_leaf`` or ``update_leaves``; ``values`` and ``new_values`` belong to one array.
     """
@@ -268,12 +272,12 @@ def require_update(method: str, stage: Any, values: Mapping[str, Array], new_val
     if free_names and not stage.moves_weights:
         fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
         raise ValueError(
-            f"{method} returns {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
-            f"optimizer, or set `moves_weights = True`."
+            f"{method} must return only the fixed values {fixed_names}, but returns the trained value "
+            f"{free_names[0]!r}. Leave it to the optimizer, or set `moves_weights = True` in the class."
         )
 
 
 def require_number(method: str, number: Any) -> None:
-    """Requires that ``method``, such as ``penalty_leaf``, returned one real number, in Python or as a scalar array."""
+    """Raises an error unless a formula such as ``penalty_leaf`` returned a real number or a real scalar array."""
     if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
-        raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")
+        raise ValueError(f"{method} must return one real number, such as jnp.sum(x), but returns {describe(number)}.")

@@ -1,8 +1,8 @@
-"""The configuration of a chain as JSON, the code that ``repr`` shows, and the names of stages in markers.
+"""Converts chains to and from JSON, and to the code that ``repr`` shows, and names stages in the markers of raw trees.
 
 JSON holds the class of each stage and the arguments that differ from their defaults. A function is stored as its public
-name in JAX. ``WeightNorm(axis=0)`` is ``{"class": "reparax.WeightNorm", "axis": 0}``, which is called an *entry*. A
-*kind* is the name of a stage's class in the markers of raw trees, such as ``weight_norm``.
+name in JAX. ``WeightNorm(axis=0)`` becomes a dict called an *entry*: ``{"class": "reparax.WeightNorm", "axis": 0}``. A
+*kind* is the name of a stage's class in the markers of raw trees, such as ``weight_norm`` for ``@weight_norm``.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.complexfloating, shortest_parts),
     (np.str_, str),
 )
-"""Pairs of a scalar type and its conversion to Python. Floats get the fewest digits that keep their value."""
+"""Pairs of a scalar type and its conversion to a Python scalar. Floats get the fewest digits that keep their value."""
 
 
 def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
@@ -59,12 +59,12 @@ def _scalar_as_python(value: Any) -> Any:
     """Converts a known numpy or JAX scalar to a Python number, bool or string; returns anything else unchanged."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((convert(value) for kind, convert in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
-    # Tuples with NaN are equal only if both hold the same object, so all NaN are replaced by one object.
+    # Two tuples with NaN are equal only if both hold the same NaN object, so each NaN is replaced by `math.nan`.
     return math.nan if type(value) is float and math.isnan(value) else value
 
 
 def holds_array(value: Any) -> bool:
-    """Returns whether ``value`` or a leaf of it is an array, known or traced, so that ``==`` gives no single bool."""
+    """Returns whether ``value`` or a leaf of it is an array, known or traced, so that ``==`` returns no single bool."""
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))
 
 
@@ -78,7 +78,7 @@ _classes: dict[str, type] = {}
 
 
 def register_class(cls: type) -> None:
-    """Lets JSON name ``cls``, a stage or a dataclass used in a field of a stage.
+    """Registers ``cls``, a stage or a dataclass used in a field of a stage, so that JSON can name it.
 
     A class registered later under the same name replaces it.
     """
@@ -122,7 +122,7 @@ def required_arguments(stage: Any) -> list[str]:
 
 
 def _is_public(module: str) -> bool:
-    """Returns whether a module of this name is a public module of jax whose functions have names in JSON.
+    """Returns whether ``module`` is the name of a public module of JAX whose functions may be named in JSON.
 
     This check also prevents JSON from an untrusted source from importing other modules.
     """
@@ -137,8 +137,8 @@ def _package_of(module: str) -> str:
 def _find_public(module: str, name: str) -> Any:
     """Returns the public array function, or scalar type such as ``jnp.float32``, of that name in an imported module.
 
-    Returns None if there is none, if the object is another kind of class, or if the function accesses files, because
-    JSON must not call such a function.
+    Returns None if there is no such object, if it is another kind of class, or if the function accesses files, because
+    JSON from an untrusted source must not name such a function.
     """
     attribute = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
@@ -160,8 +160,8 @@ def function_name(function: Callable[..., Any]) -> str | None:
 def code(value: Any) -> str:
     """Returns source code for an argument, such as ``(0, 1)`` or ``jnp.exp``; a description if there is no code.
 
-    An array, for example, is described as ``<float32[2]>``. A function is written with the public name under which JAX
-    exports it, or else with its own name, which may not be defined where the code is run.
+    An array, for example, is described as ``<float32[2]>``. A function is written with its public name in JAX, or
+    without one, with its own name, which may not be defined where the code is run.
     """
     if isinstance(value, np.ndarray | jax.Array):
         return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
@@ -210,12 +210,12 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         return {"function": public}
     if isinstance(value, Tracer):
         raise ValueError(
-            f"{stage!r}.to_json cannot write {name}, which is traced. Call it on a chain with a known number, outside "
-            f"the jitted function, and keep schedules in code."
+            f"{stage!r}.to_json cannot write {name}, because its value is traced. Call to_json outside the jitted "
+            f"function, on a chain with a known number, and keep schedules in code."
         )
     raise ValueError(
-        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
-        f"a form in JSON. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
+        f"{stage!r}.to_json cannot write {name}={code(value)}: JSON can hold only numbers, strings, stages and "
+        f"functions of jax. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
     )
 
 
@@ -263,7 +263,7 @@ def find_function(name: str) -> Any:
     if not _is_public(module):
         raise ValueError(
             f"from_json takes public functions of {', '.join(_PACKAGES[:-1])} and {_PACKAGES[-1]} only, but got "
-            f"{name!r}."
+            f"{name!r}. Build the stage in code instead."
         )
     try:
         importlib.import_module(module)
@@ -271,7 +271,10 @@ def find_function(name: str) -> Any:
     except ImportError:
         function = None
     if function is None:
-        raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
+        raise ValueError(
+            f"from_json found the function {name!r}, but jax has no such function on arrays. Correct the name, or use "
+            f"the version of jax that has it."
+        )
     return function
 
 
@@ -299,7 +302,7 @@ def find_functions(value: Any) -> Any:
 
 
 def _advice(name: str) -> str:
-    """Returns the advice in the error for a ``name`` in JSON that no class has.
+    """Returns the advice in the error for the ``name`` of a class in JSON that is not defined.
 
     The module of a user's class may not have been imported. A stage of this package was either removed, or added in a
     newer version.
@@ -311,7 +314,7 @@ def _advice(name: str) -> str:
 
 
 def _build_stage(entry: Mapping[str, Any]) -> Any:
-    """Builds the stage, or other dataclass, that an entry describes.
+    """Builds the stage, or other dataclass, that ``entry``, a dict from JSON, describes.
 
     The entry ``{"class": "reparax.WeightNorm", "axis": 0}``, for example, gives ``WeightNorm(axis=0)``.
 
@@ -339,13 +342,15 @@ def load_stages(text: str) -> list[Any]:
     try:
         return [_build_stage(entry) for entry in _parse(text)]
     except RecursionError as error:
-        raise ValueError(f"from_json got a string that is nested too deeply: {str(text)[:60]!r}.") from error
+        raise ValueError(
+            f"from_json needs a string from `p.to_json()`, but got one that is nested too deeply: {str(text)[:60]!r}."
+        ) from error
 
 
 def _parse(text: str) -> list[Any]:
-    """Returns the entries in a JSON text, each a dict with the name of a class. Raises an error for any other text.
+    """Returns the list of stages in a JSON text, each a dict with a class name. Raises an error for any other text.
 
-    The arguments in the entries are not checked yet.
+    The arguments in the dicts are not checked yet.
     """
     with suppress(ValueError, TypeError):
         match json.loads(text):
@@ -370,7 +375,7 @@ def snake_case(name: str) -> str:
 
 
 def kind_of_class(cls: type) -> str:
-    """Returns the ``kind`` that ``cls`` sets; if it sets none, derives one from its name, as :func:`_derive_kind` does.
+    """Returns the ``kind`` of a stage's class, its name in raw trees; derives it from the class name if it is not set.
 
     The kind must be a valid name that no other class has. There are two exceptions: a class may be defined again, as in
     a notebook, and an abstract class may have the same name as another class.
@@ -387,9 +392,9 @@ def kind_of_class(cls: type) -> str:
 
 
 def _why_no_kind(cls: type, kind: Any) -> str | None:
-    """Explains why ``cls`` cannot have this kind, for an error; returns None if it can.
+    """Returns an error text if ``cls`` cannot have this ``kind``, its name in markers, and otherwise None.
 
-    ``@``, ``.`` and ``/`` have a meaning in markers and paths, and ``@fixed`` is the node of fixed values.
+    ``@``, ``.`` and ``/`` are reserved in markers and paths, and ``@fixed`` is the key of the dict of fixed values.
     """
     if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
         return "is not a valid name: it must be text other than 'fixed', without '@', '.' and '/'"
@@ -398,7 +403,7 @@ def _why_no_kind(cls: type, kind: Any) -> str | None:
 
 
 def is_base(cls: type) -> bool:
-    """Returns whether ``cls`` is abstract or a private base class of this package, so that raw trees do not name it.
+    """Returns whether ``cls`` is abstract or a private base class of this package, so that no raw tree has its name.
 
     A user's stage may have the same name as such a base class, whether or not the base class is imported.
     """
@@ -417,7 +422,7 @@ def _package(cls: type) -> str:
 
 
 def _derive_kind(cls: type) -> str:
-    """Converts a class name to snake case; puts its package first if a class of another package has the same kind.
+    """Returns the class name in snake case, after the package name if a class of another package has that kind.
 
     A user's ``WeightNorm`` in ``mylib`` gets ``mylib_weight_norm``. If two classes of one package have the same kind,
     :func:`kind_of_class` raises an error.
@@ -430,7 +435,7 @@ def _derive_kind(cls: type) -> str:
 
 
 def _namesake(cls: type, kind: str) -> type | None:
-    """Returns the other class that is registered for a kind, unless it is an earlier definition of ``cls``."""
+    """Returns the class registered for ``kind``, or None if there is none or it is an earlier definition of ``cls``."""
     namesake = registered_kind(kind)
     return None if namesake is None or _where_defined(namesake) == _where_defined(cls) else namesake
 

@@ -1,10 +1,10 @@
-"""Stages whose effective arrays lie in a constraint set, their image: membership tests, projections and samples.
+"""Defines stages whose effective arrays lie in a constraint set, with membership tests, projections and samples.
 
 A map is *flat* where its gradient is zero. Raw values that start at such a point would never train, so ``init`` refuses
 arrays that lead to such raw values.
 
-An array is *known* if its numbers can be read. The numbers of traced arrays, and of types, cannot be read. Only known
-arrays are checked.
+An array is *known* if its entries can be read, which is not the case if it is traced, or if only its shape and dtype
+are given. Only known arrays are checked.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 
 
 def is_known(w: Array) -> bool:
-    """Returns whether the numbers of ``w`` are known; they are unknown if ``w`` is traced, or is a type."""
+    """Returns whether the entries of ``w`` can be read; they cannot if ``w`` is traced, or only a shape and dtype."""
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
 def why_infinite(w: Array) -> str | None:
-    """Returns an error text if the numbers of an array are known and not all finite, and otherwise None."""
+    """Returns an error text if the entries of an array can be read and are not all finite, and otherwise None."""
     with jax.ensure_compile_time_eval():  # Known arrays are checked even under `jax.jit`.
         if not is_known(w) or _all_finite(w):
             return None
-    return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+    return "expected an array of finite numbers, but got NaN or infinity. Correct it, or leave it out with `where`."
 
 
 def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
@@ -61,7 +61,7 @@ def _is_within(x: Array, projection: Array, relative: float | Array) -> Array:
 
 @inlined
 def _all_finite(w: Array) -> Array:
-    """Returns whether no number is NaN or infinite."""
+    """Returns whether no entry of an array is NaN or infinite, as a boolean scalar."""
     return jnp.all(jnp.isfinite(w))
 
 
@@ -73,7 +73,7 @@ def _is_mask_for(shape: tuple[int, ...], flat: Any) -> bool:
 
 
 def _as_floating(who: object, w: Any) -> Array:
-    """Converts ``w`` to an array of floating or complex numbers, and raises an error for a tree."""
+    """Converts ``w`` to an array with a floating or complex dtype, and raises a TypeError for a tree."""
     try:
         x = jnp.asarray(w)
     except (TypeError, ValueError) as error:
@@ -88,15 +88,15 @@ Outside = Literal["nearest", "unchecked", "raise"]
 
 
 class Constraint(Reparametrization):
-    """A stage whose effective arrays all lie in one set, its image.
+    """A stage whose effective arrays all lie in one set, which is called its image.
 
     A subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the image
     nearest to ``w``. If your class returns another point, say so in its docstring. ``contains``, ``project`` and
     ``sample`` follow from these two formulas. If you know a simpler test, a simpler projection or a better
     distribution, write ``contains_leaf``, ``project_leaf`` or ``sample_leaf``. Each of these takes a single array.
 
-    If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start at such a point would
-    never train, so ``init`` refuses such numbers by default.
+    If your map has points with zero gradient, write ``flat_leaf`` as well. Weights that start at such a point would
+    never train, so ``init`` refuses such weights by default.
 
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
@@ -126,12 +126,12 @@ class Constraint(Reparametrization):
     def _map_formula(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
         """Applies ``formula(stage, w, *further)`` to each of the arrays stacked in ``w``, and stacks the results.
 
-        The formula gets a stage without stacked axes. If the stage acts on matrices, the arrays are merged into
-        matrices.
+        The formula gets a stage without stacked axes. If the stage acts on matrices, each array is reshaped to a
+        matrix first.
 
         Raises:
-          ValueError: If the stage varies between arrays, or its axes do not fit ``w``. If the axes do not fit, the
-            error names ``method``.
+          ValueError: If the stage has different numbers or axes for different arrays, or its axes do not fit ``w``. In
+            the second case, the error names ``method``.
         """
         if self._varying_fields:
             raise ValueError(
@@ -144,11 +144,10 @@ class Constraint(Reparametrization):
         return self._map_stacked(functools.partial(formula, stage_for_one._for_merged))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
-        """Returns which numbers of ``w`` would start where the map is flat, so that no gradient would ever move them.
+        """Returns a boolean mask of the entries of ``w`` that would never train, because the gradient there is zero.
 
-        The result is a boolean array that broadcasts to the shape of ``w``; it may, for example, have one entry for
-        each row. ``return w <= 0`` means that the gradient is zero for numbers that are not positive. The default
-        returns False for all numbers.
+        The mask broadcasts to the shape of ``w``; it may, for example, have one entry for each row. If the gradient is
+        zero for all entries that are not positive, write ``return w <= 0``. The default returns False for all entries.
         """
         return jnp.zeros((), bool)
 
@@ -215,8 +214,8 @@ class Constraint(Reparametrization):
     def _why_refused(self, w: Array) -> str | None:
         """Returns why the stage cannot start at ``w``, or None if it can.
 
-        The numbers of a known array must be finite, and ``outside`` must allow them. Known arrays are checked even
-        under ``jax.jit``, where operations on them would otherwise be traced.
+        The entries of a known (not traced) array must be finite, and ``outside`` must allow them. Known arrays are
+        checked even under ``jax.jit``, where operations on them would otherwise be traced.
         """
         reason = super()._why_refused(w) or why_infinite(w)
         if reason is not None or self.outside == "unchecked" or not is_known(w):
@@ -225,33 +224,33 @@ class Constraint(Reparametrization):
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
-        """Returns an error text if a known array lies outside the image and ``outside`` is ``"raise"``, or None."""
+        """Returns an error text if ``outside`` is ``"raise"`` and ``w`` lies outside the image, and otherwise None."""
         if self.outside != "raise":
             return None
         is_inside = self.contains_leaf(w)
         if not is_known(is_inside) or is_inside:  # With traced bounds, the answer is unknown.
             return None
         return (
-            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "
-            "outside='unchecked'."
+            "expected an array in the image of the stage, because outside='raise', but got one outside it. Start from "
+            "`stage.project(w)`, or pass outside='unchecked'."
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
-        """Returns an error text if the map is flat at some numbers of a known array, or None.
+        """Returns an error text if some entries of ``w`` have zero gradient and would never train, and otherwise None.
 
-        If a user's ``flat_leaf`` returns a wrong result, the error text says so.
+        If the result of a user's ``flat_leaf`` is not a mask for ``w``, the error text says so.
         """
         flat = self.flat_leaf(w)
         if not _is_mask_for(w.shape, flat):
             return (
                 f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
-                f"{describe(flat)}. Correct flat_leaf."
+                f"{describe(flat)}. Return a mask, such as `w <= 0`."
             )
         if not is_known(flat) or not jnp.any(flat):  # With traced bounds, the answer is unknown.
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (
-            f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
-            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
-            f"outside='unchecked' to start there anyway."
+            f"expected entries inside the image, but {count} of {w.size} are outside it or on its boundary, where the "
+            f"gradient is zero, so they would never train. Start from entries inside, leave the array out with "
+            f"`where`, or pass outside='unchecked' to start there anyway."
         )

@@ -1,9 +1,9 @@
-"""Stages as frozen dataclasses that are static to JAX, and the specifiers of their fields.
+"""Makes stages frozen dataclasses that are static to JAX, and defines the specifiers of their fields.
 
 A class attribute such as ``std: Number = number_field()`` declares an argument of a stage. Its *check* validates the
 argument when a stage is built, and returns the value to keep. Numbers and axes may differ between arrays: a dict from
 regular expressions for paths is kept as a :class:`ByPath`, and a function of path and array as a :class:`ByArray`.
-Formulas never see such an object, because the stage at a site holds the number for the array there:
+Formulas never see such an object, because they are called on a copy of the stage with the number for one array:
 ``VarNoise({"out/.*": 0.1, ".*": 0.5})`` acts on ``out/kernel`` as ``VarNoise(0.1)``.
 """
 
@@ -29,7 +29,7 @@ from reparax.core.where import check_where, why_never_applies, why_none_selected
 from reparax.numerics.arguments import check_number, check_positive_number
 
 Check = Callable[[Any, str, str], Any]
-"""``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
+"""``check(value, who, name)`` returns the value to keep, or raises an error with the names of the class and field."""
 
 
 def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
@@ -39,7 +39,7 @@ def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
         raises an error. By default, every value is accepted.
       default: The default, which is checked too.
-      kw_only: Whether the field is given by name only.
+      kw_only: Whether the field is a keyword-only argument of the stage.
 
     Raises:
       TypeError, ValueError: If ``check`` raises it when a stage is built.
@@ -75,11 +75,11 @@ def number_field(
       positive: Whether a known number must be finite and greater than 0.
       per_array: Whether the number may differ between arrays, as described at :class:`Perturbation`.
       default: The default, which is checked too.
-      kw_only: Whether the field is given by name only.
+      kw_only: Whether the field is a keyword-only argument of the stage.
 
     Raises:
       TypeError: When a stage is built, if the value is not a real number, or if it is a dict that is empty or has keys
-        that are not text.
+        that are not strings.
       ValueError: If ``positive`` is set and the number is not positive, or if a key is not a regular expression.
 
     Example:
@@ -101,15 +101,15 @@ def number_field(
 
 
 def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """Declares a field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
+    """Declares a field of a stage that holds axes of the array: an integer, a name, a tuple of these, or None.
 
-    In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
+    In a formula, a name is replaced by the index of that axis in the array; an integer is unchanged, and may be
     negative. The names come from flax boxes around the arrays, such as ``nn.Partitioned``. If the array does not have
     the axis, an error is raised.
 
     Args:
       default: The default.
-      kw_only: Whether the field is given by name only.
+      kw_only: Whether the field is a keyword-only argument of the stage.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -170,7 +170,7 @@ class Static:
         return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
     def __post_init__(self) -> None:
-        """Replaces each field by the result of its check. A subclass that has its own method must call this one."""
+        """Replaces each field by the result of its check. A subclass that overrides this method must call it."""
         for name, check in self._checks.items():
             object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
 
@@ -200,10 +200,10 @@ class Static:
 
     @functools.cached_property
     def _exact_text(self) -> str | None:
-        """All fields as text. Unlike equality, it tells 1 from True and 0.0 from -0.0, and includes hidden fields.
+        """All fields as text, which differs for 1 and True, for 0.0 and -0.0, and for fields that equality ignores.
 
-        The text is part of the keys under which equal stages share traces. The text is None if equal stages may compute
-        different results, because a field is a traced number or a function. A function may read values that change
+        Equal stages share a trace only if their texts are equal too. The text is None if equal stages may compute
+        different results, because a field holds a traced number or a function. A function may read values that change
         between calls.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
@@ -212,7 +212,7 @@ class Static:
             return None
         try:
             hash(self)
-        except TypeError:  # A field holds a traced number.
+        except TypeError:  # A field holds an array or a traced number.
             return None
         return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
 
@@ -224,11 +224,11 @@ class Static:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises an error, because a stage is immutable; this file builds stages with ``object.__setattr__``."""
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
+        raise FrozenInstanceError(f"{self!r} is immutable, so {name!r} cannot be set. Build a new stage instead.")
 
     def __delattr__(self, name: str) -> None:
         """Raises an error, because a stage is immutable."""
-        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
+        raise FrozenInstanceError(f"{self!r} is immutable, so {name!r} cannot be deleted. Build a new stage instead.")
 
 
 def _make_dataclass(cls: Any) -> None:
@@ -306,30 +306,30 @@ Number = FieldOf[OneNumber]
 """A number, known or traced; or a number for each array, by regular expressions or a function of path and array."""
 
 TYPICAL = 0.5
-"""A placeholder for a number that differs between arrays, where only shapes and dtypes matter; all stages accept it."""
+"""A valid number for any stage, used instead of one that differs between arrays if only shapes and dtypes matter."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
 class ByPath:
-    """Numbers, or axes, by regular expressions; the first expression that matches an array's whole path applies.
+    """Numbers or axes that differ by path: the first regular expression that matches an array's whole path applies.
 
     Attributes:
       patterns: The regular expressions.
-      numbers: The number for each of them, known or traced.
+      numbers: The number, known or traced, or the axes for each expression.
     """
 
     patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        """Requires two tuples of equal length, because JSON may give anything else."""
+        """Raises a TypeError unless both fields are tuples of equal length; values from JSON may be anything."""
         patterns: Any = self.patterns
         numbers: Any = self.numbers
         if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
             raise TypeError(
                 f"ByPath takes a tuple of expressions and a tuple of as many numbers, but got {patterns!r} and "
-                f"{numbers!r}. Write a dict."
+                f"{numbers!r}. Pass a dict to the stage instead."
             )
 
     def __repr__(self) -> str:
@@ -345,7 +345,7 @@ class ByPath:
         return self.index_of(path) is not None
 
     def for_paths(self, paths: Sequence[str]) -> ByPath:
-        """Returns the same numbers without the expressions that apply to none of these paths; may be empty."""
+        """Returns a copy without the expressions that apply to none of ``paths``; the copy may be empty."""
         applying = sorted({i for path in paths if (i := self.index_of(path)) is not None})
         return ByPath(tuple(self.patterns[i] for i in applying), tuple(self.numbers[i] for i in applying))
 
@@ -357,14 +357,14 @@ class ByPath:
         """
         i = self.index_of(path)
         if i is None:
-            raise ValueError(f"expected {name} for {path!r}, got {name}={self!r}. Add an expression that matches it.")
+            raise ValueError(f"no expression in {name}={self!r} matches the path {path!r}. Add one that does.")
         return self.numbers[i]
 
     def require_all_apply(self, who: str, paths: Sequence[str]) -> None:
-        """Requires that each expression applies to at least one of these paths; an unused one is probably misspelled.
+        """Raises an error unless each expression applies to one of ``paths``; an unused one is probably misspelled.
 
         ``who``, the beginning of the error, names the call and the field. An expression that matches a path may still
-        not apply to it, because an earlier one matches it too.
+        not apply to it, because an earlier expression may match it too.
         """
         applying = self.for_paths(paths).patterns
         for pattern in [pattern for pattern in self.patterns if pattern not in applying]:
@@ -380,7 +380,7 @@ config.register_class(ByPath)
 
 @dataclass(frozen=True, repr=False)
 class ByArray:
-    """A function that returns the number for a path and the type of an array.
+    """A user's function that returns the number of a field for an array, given its path, and its shape and dtype.
 
     Attributes:
       function: The function.
@@ -393,7 +393,7 @@ class ByArray:
     who: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
-        """Returns the function as the ``repr`` of a stage shows it."""
+        """Returns the source code for the function, as the ``repr`` of a stage shows it."""
         return config.code(self.function)
 
     def at(self, name: str, path: str, array: Any) -> Any:
@@ -402,8 +402,8 @@ class ByArray:
             number = self.function(path, array)
         except TypeError as error:
             raise TypeError(
-                f"{self.who} got a function as {name} that fails for {path!r}: {error}. It is called with the path, "
-                f"and with the array's shape and dtype but without its numbers."
+                f"{self.who} got a function as {name} that fails for {path!r}: {error}. The function must take the "
+                f"path and an object with the array's shape and dtype but without its entries."
             ) from error
         return self.check(number, self.who, f"{name} at {path!r}")
 
@@ -432,7 +432,7 @@ def by_array(check: Check) -> Check:
 class AxesByPath:
     """A check of axes that also accepts a dict from regular expressions for paths to axes.
 
-    The check is a class, unlike :func:`by_array`, because fields with axes are recognized by the class of their check.
+    Unlike the result of :func:`by_array`, this is a class, because a field for axes is recognized by its check's class.
 
     Attributes:
       check: The check of the axes for one array.
@@ -447,15 +447,15 @@ class AxesByPath:
 
 
 def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
-    r"""Returns the value of a field that takes the given ``values`` at the arrays of these paths.
+    r"""Returns one value for a stage's field that has ``values[path]`` at each of the paths in ``values``.
 
     The result is a single value if all values are equal and ``several`` is not set, and otherwise a :class:`ByPath`. An
-    expression matches any numbers in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that it matches
-    have the same value.
+    expression matches any index in a path, as ``layers/\d+/kernel`` does, if all of the ``paths`` that it matches have
+    the same value.
 
     Args:
       values: The value at each path, such as ``{"layers/0/kernel": -1, "layers/1/kernel": -1, "embed": 0}``.
-      paths: All paths that an expression might match; it must not match a path without an entry in ``values``.
+      paths: All paths in the tree. An expression must not match a path without an entry in ``values``.
       several: Whether several stages divide the arrays among them, so that each needs expressions in any case.
     """
     if len(set(values.values())) == 1 and not several:
@@ -467,11 +467,11 @@ def join_by_path(values: Mapping[str, Any], paths: Sequence[str], *, several: bo
 
 
 def _widest_pattern(path: str, values: Mapping[str, Any], paths: Sequence[str]) -> str:
-    r"""Returns an expression for ``path`` with any numbers in it; for ``path`` alone if other matches differ in value.
+    r"""Returns an expression for ``path`` with any index in it, or only ``path`` if other matches differ in value.
 
-    ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path in ``paths`` without a value counts as different.
+    ``layers/0/kernel`` gives ``layers/\d+/kernel``. A path in ``paths`` that is not in ``values`` differs in value.
     """
-    # Replace only whole names: the lookarounds exclude numbers with anything but a slash or an end beside them.
+    # Replace only whole names in the path: on each side of the digits, there must be a slash or the end of the path.
     pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
     similar_paths = [other_path for other_path in paths if re.fullmatch(pattern, other_path)]
     has_one_value = all(other in values and values[other] == values[path] for other in similar_paths)
@@ -486,7 +486,9 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
-        raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")
+        raise TypeError(
+            f"{who} takes a nonempty dict from regular expressions to values as {name}, but got {dict(value)!r}."
+        )
     for pattern in value:
         check_where(pattern, who, name)
     numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())
@@ -494,10 +496,10 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
 
 
 def without_unmatched(who: object, fields: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
-    """Returns the leaves for which each field has a number; a field given by path may have no number for a leaf.
+    """Returns the leaves whose path matches an expression in each field that is given by path; a stage acts on these.
 
     ``fields`` maps names of fields to values. Only values of the type :class:`ByPath` are considered. ``who`` is the
-    call, for errors. The stage acts on the returned leaves.
+    call to name in errors.
 
     Raises:
       ValueError: If an expression applies to none of the leaves.

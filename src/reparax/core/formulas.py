@@ -1,7 +1,7 @@
-"""``update``, ``update_base``, ``penalty`` and ``log_det``: formulas of stages, called at the sites of a plan.
+"""Implements ``update``, ``update_base``, ``penalty`` and ``log_det`` of a chain, which call formulas of its stages.
 
-The formulas of a stage read the arrays that the steps before it compute. ``update`` and ``update_base`` write the new
-values to the raw tree; ``penalty`` and ``log_det`` add up one number for each site.
+The formulas of a stage read the arrays that the earlier stages compute. ``update`` and ``update_base`` write the new
+values to the raw tree; ``penalty`` and ``log_det`` add up one number for each *site*: an array, or a group of arrays.
 
 A *free* value is trained; a *fixed* value changes only in ``update`` and ``update_base``. A *base* is a fixed array to
 which the free values of a stage are relative, as in ``Orthogonal``.
@@ -31,15 +31,15 @@ def advance_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> 
     """Returns the raw tree with its fixed values advanced by one training step.
 
     Args:
-      who: The call, for errors.
-      plan: The plan of the raw tree, with means in place of random stages.
+      who: The call to name in errors.
+      plan: The plan for the raw tree, in which random stages are replaced by their means.
       key: The key of the whole call. If None, stages that need a key do nothing.
       grads: The gradients of the loss with respect to the effective tree. If None, stages that need gradients do
         nothing.
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``; nothing if a gradient or key it needs is missing."""
+        """Yields the raw values that step ``i`` changes at each site; nothing if it needs a missing gradient or key."""
         step = plan.steps[i]
         takes_grad, takes_key = (name in step.stage.update_reads for name in ("grad", "key"))
         if (takes_grad and grads is None) or (takes_key and key is None):
@@ -64,7 +64,7 @@ def advance_bases(plan: Plan) -> Flat:
     """
 
     def changed_values(i: int, arrays: Arrays) -> Iterator[RawValues]:
-        """Yields the changed values at each site of step ``i``."""
+        """Yields the raw values that step ``i`` of the plan changes, one dict for each site."""
         for site in plan.steps[i].sites:
             with locate_errors(site.who):
                 values = site.read(arrays)
@@ -75,10 +75,10 @@ def advance_bases(plan: Plan) -> Flat:
 
 
 def _changed(values: RawValues, new_values: RawValues) -> RawValues:
-    """Keeps only the new values that a formula changed, and drops the values returned as the same objects.
+    """Returns the values in ``new_values`` that a formula changed, without those that are the same objects as before.
 
-    Objects are compared instead of numbers, because the numbers may be traced. ``new_values`` may omit values that do
-    not change.
+    Objects are compared instead of array entries, because the arrays may be traced. ``new_values`` may omit values that
+    do not change.
     """
     return {
         array_name: {value_name: x for value_name, x in of_one.items() if x is not values[array_name][value_name]}
@@ -90,7 +90,7 @@ def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Array
     """Returns the raw tree with new values for each stage that defines ``method``, ``"update"`` or ``"update_base"``.
 
     ``changed_values(i, arrays)`` yields the values that change at each site of step ``i``, where ``arrays`` are the
-    arrays that the step reads. If the step changes nothing, it may yield nothing at all. Later stages read the new
+    arrays that the step reads. It may yield nothing at all if the step changes nothing. Later stages read the new
     values.
     """
     raw = dict(plan.raw.arrays)
@@ -105,7 +105,7 @@ def _change_values(method: str, plan: Plan, changed_values: Callable[[int, Array
 
 
 def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, values: RawValues, *, free: bool) -> None:
-    """Writes the new fixed values of a site into ``raw``, and also its new free values if ``free`` is true.
+    """Writes the new fixed values of a stage's site into ``raw``, and also its new trained values if ``free`` is true.
 
     Raises an error for a new value that an earlier stage computes, because such a value is not stored in ``raw``.
 
@@ -114,29 +114,29 @@ def _write(method: str, raw: dict[Names, Any], arrays: Arrays, site: Site, value
       raw: The arrays of the raw tree so far.
       arrays: The arrays that the stage reads: those of ``raw``, and those that earlier stages compute.
       site: The site of the stage.
-      values: The values that its formula changed, by array and value name.
-      free: Whether to write new free values too; otherwise they are ignored.
+      values: The values that the stage's formula changed, by array name and value name.
+      free: Whether to write new free (trained) values too; otherwise they are ignored.
     """
     new_arrays = {site.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
     for place, x in new_arrays.items():
         if not (free or is_fixed_value(place)):
             continue
-        # If an earlier stage, such as a cast, changed a weight in place, the raw tree does not hold that weight either.
+        # If an earlier stage without raw values, such as a cast, computed the weight, `raw` holds only the input to it.
         if place not in raw or (not is_fixed_value(place) and raw[place] is not arrays[place]):
             raise ValueError(
                 f"{method} changed {path_text(place)!r}, but cannot write it to the raw tree: an earlier stage "
-                f"computes that value. Put that stage later in the chain."
+                f"computes that value. Put the earlier stage after this one."
             )
         raw[place] = x
 
 
 def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
-    """Yields the key for ``update`` at each site, or a batch of keys if the array there is a stack of arrays.
+    """Yields the PRNG key for ``update`` at each site of a step, or a batch of keys if the array there is a stack.
 
     If ``key`` is None, each yielded key is None.
     """
     draws = [(site.draw_number, str(site.draw_path)) for site in step.sites]
-    # If the user passes the key of `init` again, the numbers that chose the first mask must not choose the next one.
+    # If the user passes the key of `init` again, the draws that chose the first mask must not choose the next one.
     keys = keys_of_draws(key, f"{step.stage.kind}.update", draws)
     for site, key_here in zip(step.sites, keys, strict=True):
         yield keys_of_stack(key_here, step.output_types[site.arrays["w"]], site.stage.stacked_axes)
@@ -145,11 +145,12 @@ def _update_keys(step: Step, key: Array | None) -> Iterator[Any]:
 def _output_grads(who: object, plan: Plan, i: int, arrays: Arrays, grads: PyTree) -> dict[Names, Array]:
     """Returns the gradients with respect to the outputs of step ``i``, computed from the effective tree's gradients.
 
-    In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so its gradient is doubled.
+    In ``RigL(0.5) >> Scale(2.0)``, the effective array is twice the output of ``RigL``, so the gradient with respect to
+    that output is twice the gradient with respect to the effective array.
 
     Args:
-      who: The call, for errors.
-      plan: The plan of the raw tree.
+      who: The call to name in errors.
+      plan: The plan for the raw tree.
       i: The index of the step.
       arrays: The arrays that the step reads.
       grads: The gradients with respect to the effective tree.
@@ -197,14 +198,12 @@ def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
             f"`jax.grad(loss)(p.fold(raw))`."
         )
     if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(w):
-        raise ValueError(
-            f"{who} expected a real gradient at {path!r}, got one of dtype {grad.dtype}. Take its real part."
-        )
+        raise ValueError(f"{who} expected a real gradient at {path!r}, but got dtype {grad.dtype}. Take its real part.")
     return jnp.asarray(grad).astype(w.dtype)
 
 
 def total_penalty(plan: Plan) -> Array:
-    """Returns the sum of the penalties of all stages, a scalar. A stage that defines none counts as 0."""
+    """Returns the sum of the penalties of all stages, a scalar. A stage without a penalty counts as 0."""
     return add_up([_total("penalty", step.sites, arrays) for step, arrays in _arrays_before(plan)])
 
 
@@ -242,9 +241,10 @@ def _arrays_before(plan: Plan) -> Iterator[tuple[Step, Arrays]]:
 
 
 def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
-    """Sums the results of a formula, ``"penalty"`` or ``"log_det"``, over the sites of a step, which reads ``arrays``.
+    """Returns the sum of a formula's results, for ``"penalty"`` or ``"log_det"``, over the ``sites`` of one stage.
 
-    For stacked arrays, the formula gives one number per array, and these numbers are summed too.
+    ``arrays`` are the arrays that the stage reads. For stacked arrays, the formula gives one number for each array, and
+    these numbers are summed too.
     """
     totals: list[Array] = []
     for site in sites:
@@ -254,7 +254,7 @@ def _total(formula: str, sites: Sequence[Site], arrays: Arrays) -> Array:
 
 
 def _require_bijection(stage: Any) -> None:
-    """Requires that a stage defines its log-determinant, because only bijections have one."""
+    """Raises an error unless ``stage`` defines its log-determinant, as only bijections do."""
     if not stage._defines("log_det"):
         raise ValueError(
             f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
@@ -264,11 +264,11 @@ def _require_bijection(stage: Any) -> None:
 
 
 def _require_independent(values: Mapping[str, Names], free_places: set[Names], dependent: Mapping[Names, Any]) -> None:
-    """Requires that all entries of the values can vary independently, as the formula of the log-determinant assumes.
+    """Raises an error unless all entries of raw values are trained and independent, as a log-determinant assumes.
 
     Args:
-      values: Maps the name of each free value of a site to its place.
-      free_places: The places of all values that are trained, and of the arrays computed from them. Frozen values are
+      values: Maps the name of each free value of a site to its key path.
+      free_places: The key paths of all trained values, and of the arrays computed from them. Frozen values are
         excluded.
       dependent: Maps each array with entries that are determined by others to the stage that computes it.
     """
@@ -287,5 +287,5 @@ def _require_independent(values: Mapping[str, Names], free_places: set[Names], d
 
 
 def _count_numbers(arrays: Iterable[Any]) -> int:
-    """Counts the real numbers in the arrays; a complex entry counts as two."""
+    """Returns the total number of entries of the arrays; a complex entry counts as two real ones."""
     return sum(math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1) for x in arrays)

@@ -83,6 +83,9 @@ _COMMON = {
 }
 """The settings that all methods share, keyed by kind."""
 
+_DEFAULTS = {"r": 8, "lora_alpha": 8, "bias": "none"}
+"""PEFT's defaults of the settings without which there is no LoRA, so PEFT does not accept None for them."""
+
 _INITIALIZATIONS = ("true", "false", "'gaussian'", "'orthogonal'", "'eva'")
 """The ``repr`` of each supported initialization of LoRA. Other ones also change the base weight, or fix a factor."""
 
@@ -181,13 +184,13 @@ def read_config(config: Any) -> dict[str, Any]:
             f"from_peft reads adapters of the types {', '.join(sorted(METHODS))}, but got the type {name}. If it "
             f"changes weights, merge it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
         )
-    values = {key: value for key, value in config.items() if value is not None}
+    values = {key: value for key, value in config.items() if value is not None or key in _DEFAULTS}
     known = [*METHODS[name].settings.items(), *_COMMON.items()]
     kinds = {key: kind for kind, keys in known for key in keys.split()}
     wrong = [f"{key}={short_repr(x)}" for key, x in values.items() if not _is_supported(name, key, x, kinds)]
     if wrong:
         raise ValueError(f"from_peft does not support {name} with {', '.join(wrong)}. {MERGE}")
-    return {"r": 8, "lora_alpha": 8, "bias": "none", **values, "peft_type": name}
+    return {**_DEFAULTS, **values, "peft_type": name}
 
 
 def _is_supported(method: str, key: str, value: Any, kinds: Mapping[str, str]) -> bool:

@@ -76,13 +76,13 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
         why = "it may also move weights, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
-            f"{CallName(p, 'update')} must advance fixed values once per training step, but {why}. Call `{call}` after "
+            f"{CallName(p, 'update')} must update fixed values once per training step, but {why}. Call `{call}` after "
             f'each step{instead}, and confirm this with `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
 
 
-def advanced(p: Parametrization, raw: PyTree) -> PyTree:
+def updated(p: Parametrization, raw: PyTree) -> PyTree:
     """Returns the raw tree with its fixed values updated as after one training step, but without gradients."""
     return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 

@@ -45,7 +45,7 @@ class Parametrized(eqx.Module):
     numbers, read attributes from ``model.raw``, ``model.fold()`` or ``model.effective(key)``. To replace a raw value,
     write ``model.replace(eqx.tree_at(where, model.raw, value))``.
 
-    A call cannot change a module. Therefore, if ``p.update`` advances fixed values, as power iteration does, call
+    A call cannot change a module. Therefore, if ``p.update`` changes fixed values, as power iteration does, call
     ``model = model.update()`` after each step, or train with ``rpx.optimizer(tx, p)`` on ``eqx.filter(model,
     eqx.is_array)``, and pass ``updates="by hand"`` to confirm this.
 
@@ -54,7 +54,7 @@ class Parametrized(eqx.Module):
       p: The chain.
       key: A key for random initial values.
       raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
-      updates: ``"by hand"`` if the training loop advances the fixed values, as described above.
+      updates: ``"by hand"`` if the training loop updates the fixed values, as described above.
 
     Raises:
       TypeError: If ``model`` is a chain, or ``p`` is not a chain.

@@ -33,7 +33,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` raises an error for integers: use
     ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call of ``apply`` with a state advances them
+    If ``p.update`` changes fixed values, as power iteration does, each call of ``apply`` with a state updates them
     and returns them in the state. Without a state, or for stages that also move weights (:class:`RigL`, :class:`SET`),
     call ``update`` after each step, and pass ``updates="by hand"`` to confirm this. A network without a state whose
     stages do not move weights can instead be trained with :func:`optimizer` and the chain, also with
@@ -48,13 +48,13 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
       the result of :func:`transfer`.
     * ``effective(params, state, key=None)`` and ``fold(params, state)`` return the variables of the plain network, with
       one draw of the noise and without noise, respectively.
-    * ``update(params, state, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same pair without noise. Its calls do not advance fixed values.
+    * ``update(params, state, key=None, grads=None)`` updates fixed values, as ``p.update`` does.
+    * ``deterministic`` is the same pair without noise. Its calls do not update fixed values.
 
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
       p: The chain.
-      updates: ``"by hand"`` if the training loop advances the fixed values, so that no call of ``apply`` does.
+      updates: ``"by hand"`` if the training loop updates the fixed values, so that no call of ``apply`` does.
 
     Raises:
       TypeError: If ``transformed`` is not such a pair, or ``p`` is not a chain.
@@ -85,17 +85,17 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     with_state = isinstance(transformed, hk.TransformedWithState)
     why = None if with_state else "a call of a network without state cannot return them"
     call = f"network.update({'params, state' if with_state else 'params'})"
-    advances = base.check_updates(_WHO, p, updates, call, why)
-    return _make_pair(_WithState if with_state else _WithoutState, transformed, p, advances=advances)
+    updates_in_calls = base.check_updates(_WHO, p, updates, call, why)
+    return _make_pair(_WithState if with_state else _WithoutState, transformed, p, updates_in_calls=updates_in_calls)
 
 
-def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
+def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, updates_in_calls: bool) -> Any:
     """Makes the pair for ``transformed``, whose functions keep the attributes that haiku attaches to functions."""
     plain_pair = kind(None, None)
     init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
     for one_pair in (plain_pair, pair):  # The functions use `plain_pair`, and the methods use `pair`.
-        one_pair.network, one_pair.p, one_pair.advances = transformed, p, advances
+        one_pair.network, one_pair.p, one_pair.updates_in_calls = transformed, p, updates_in_calls
     return pair
 
 
@@ -103,7 +103,7 @@ class _Pair(base.Functions):
     """The base class of the wrapped haiku pairs with and without a state."""
 
     network: Any
-    advances: bool
+    updates_in_calls: bool
     _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "`params`",
         f"{_FIXED!r} in the state",
@@ -178,7 +178,7 @@ class _WithState(_Pair, hk.TransformedWithState):
     def _apply(self, /, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
         """Implements ``apply`` of the pair, which returns the output and a state with the fixed values."""
         state = state or {}  # haiku itself passes None for an empty state.
-        if self.advances:
-            params, state = self._set(base.advanced(self.p, self.raw(params, state)), params, state)
+        if self.updates_in_calls:
+            params, state = self._set(base.updated(self.p, self.raw(params, state)), params, state)
         output, new_state = self._call((params, state), *args, **kwargs)
         return output, {**new_state, **{name: x for name, x in state.items() if name == _FIXED}}

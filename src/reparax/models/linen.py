@@ -40,10 +40,10 @@ def parametrized(
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds the
     path of the module into the key.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call that may change the collection ``fixed``
-    advances them: ``apply(variables, x, mutable=["fixed"])`` returns the new collection, as for ``batch_stats``. A call
+    If ``p.update`` changes fixed values, as power iteration does, each call that may change the collection ``fixed``
+    updates them: ``apply(variables, x, mutable=["fixed"])`` returns the new collection, as for ``batch_stats``. A call
     that may change ``batch_stats`` but not ``fixed`` raises an error. Stages that also move weights (:class:`RigL`,
-    :class:`SET`) advance only through ``update``.
+    :class:`SET`) are updated only through ``update``.
 
     These methods of the result take raw variables, and are pure functions:
 
@@ -52,14 +52,14 @@ def parametrized(
     * ``replace(variables, raw)`` returns the variables with another raw tree, such as the result of :func:`transfer`.
     * ``effective(variables, key=None)`` and ``fold(variables)`` return variables of the plain module, with one draw of
       the noise and without noise, respectively.
-    * ``update(variables, key=None, grads=None)`` advances fixed values, as ``p.update`` does.
-    * ``deterministic`` is the same module without noise. Its calls do not advance fixed values.
+    * ``update(variables, key=None, grads=None)`` updates fixed values, as ``p.update`` does.
+    * ``deterministic`` is the same module without noise. Its calls do not update fixed values.
 
     Args:
       module: The module. Inside another module, construct it with ``parent=None``.
       p: The chain, which applies to the collection ``params``.
       name: The name of the result inside another module, as for any module.
-      updates: ``"by hand"`` if the trainer calls ``update``, or if ``rpx.optimizer(tx, p)`` advances the fixed values
+      updates: ``"by hand"`` if the trainer calls ``update``, or if ``rpx.optimizer(tx, p)`` updates the fixed values
         of ``params = module.raw(variables)``, so that no call of the module does.
 
     Raises:
@@ -214,7 +214,7 @@ class _Parametrized(base.Functions, nn.Module):
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise base.needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
         if self.updates is None and self.p.has_update:
-            self._advance()
+            self._update_fixed()
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
         mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
         output, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, mutable=mutable)
@@ -222,14 +222,14 @@ class _Parametrized(base.Functions, nn.Module):
         return output
 
     @nn.nowrap
-    def _advance(self) -> None:
+    def _update_fixed(self) -> None:
         """Updates the fixed values as after a training step, if the collection ``fixed`` is mutable in this call."""
         if self.is_mutable_collection("fixed"):
-            new = self._set(base.advanced(self.p, self.raw(self.variables)), self.variables)
+            new = self._set(base.updated(self.p, self.raw(self.variables)), self.variables)
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
-                f"{CallName(self.p, 'update')} advances fixed values in each call that trains, but in this call "
+                f"{CallName(self.p, 'update')} updates fixed values in each call that trains, but in this call "
                 f"'batch_stats' is mutable and the collection 'fixed', which holds these values, is not. Write "
                 f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
                 "and call `module.update(variables)` after each step."

@@ -63,10 +63,10 @@ class Parametrized(nnx.Module):
     ``model.train()`` set this flag together with the flags of the model's own layers. An argument of a call, as in
     ``model(x, deterministic=True)``, only affects the model, not the chain.
 
-    If ``p.update`` advances fixed values, as power iteration does, each call in training advances them before it
+    If ``p.update`` changes fixed values, as power iteration does, each call in training updates them before it
     computes the weights; calls after ``model.eval()`` do not. If a traced function closes over the model, as the loss
     of a generator closes over the discriminator, nnx does not allow variables to change, so fixed values stay the same.
-    Stages whose update also moves weights (:class:`RigL`, :class:`SET`) advance only through :meth:`update`.
+    Stages whose update also moves weights (:class:`RigL`, :class:`SET`) are updated only through :meth:`update`.
 
     A submodule with parameters, such as ``model.encoder``, can be called and read as in the plain model, and its
     counters, caches and flags change as in the plain model. Its parameters are computed from raw values, so setting
@@ -83,7 +83,7 @@ class Parametrized(nnx.Module):
       variable: The type of the trainable variables, such as ``nnx.LoRAParam``. Trainers select variables by type.
       deterministic: Whether to replace noise by its mean.
       raw: A raw tree that ``p.init(model)`` returned, to use instead of initializing a new one.
-      updates: ``"by hand"`` if the trainer calls :meth:`update`, so that no call of the model advances fixed values.
+      updates: ``"by hand"`` if the trainer calls :meth:`update`, so that no call of the model updates fixed values.
 
     Raises:
       TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees; if ``p`` is not a chain; if
@@ -121,7 +121,7 @@ class Parametrized(nnx.Module):
         """Wraps ``model``, with the raw tree of ``p`` in place of its variables."""
         self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
         base.require_reachable(_WHO, model, Parametrized, [*dir(nnx.Module), "set_view"])
-        self._advances = base.check_updates(_WHO, p, updates, "model.update()")
+        self._updates_in_calls = base.check_updates(_WHO, p, updates, "model.update()")
         _require_pytrees(model)
         _require_param_class(variable)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
@@ -173,7 +173,7 @@ class Parametrized(nnx.Module):
         return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
-        """Advances the fixed values by one training step, as :meth:`Parametrization.update` does.
+        """Updates the fixed values for one training step, as :meth:`Parametrization.update` does.
 
         Args:
           grads: The gradient with respect to the plain model, for stages that use it, such as :class:`RigL`.
@@ -226,10 +226,10 @@ class Parametrized(nnx.Module):
 
     def _call_method(self, module: Any, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of a module with effective weights. In training, updates the fixed values first."""
-        if self._advances and not self.deterministic:
+        if self._updates_in_calls and not self.deterministic:
             # Variables of a model from another trace, such as the discriminator in a generator's loss, cannot change.
             with contextlib.suppress(errors.TraceContextError):
-                self._set_variables(lambda raw: base.advanced(self.p, raw), Fixed)
+                self._set_variables(lambda raw: base.updated(self.p, raw), Fixed)
         return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
     def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:

@@ -53,9 +53,9 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
     old_values, new_values = partition(before)[1], partition(after)[1]
     expected_values = partition(p.update(combine(partition(after)[0], old_values)))[1]
     rows = zip(items(new_values), jax.tree.leaves(old_values), jax.tree.leaves(expected_values), strict=True)
-    # If `update` does not advance a value, it returns the same object.
-    advanced = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
-    if lines := [f"\n  {path}: {what}" for path, *values in advanced if (what := _what_is_wrong(*values))]:
+    # If `update` does not change a value, it returns the same object.
+    changed = [(path_text(path), new, old, expected) for (path, new), old, expected in rows if expected is not old]
+    if lines := [f"\n  {path}: {what}" for path, *values in changed if (what := _what_is_wrong(*values))]:
         raise AssertionError(
             f"{CallName(p, 'update')} gives other fixed values than this step:{''.join(lines)}\nLet the optimizer "
             f"update them, `rpx.optimizer(tx, p)`, or call `raw = p.update(raw)` once after each step."

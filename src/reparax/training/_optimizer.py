@@ -65,15 +65,14 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     """Makes an optimizer for a whole raw tree: ``tx`` updates trainable values, and only ``p.update`` moves fixed ones.
 
     If the chain ``p`` is given, ``optax.apply_updates`` gives the same values as a step of ``tx`` followed by
-    ``p.update``: masks and other integers are exact, and floats are exact up to the rounding of one addition. Power
-    iteration and pruning therefore advance in each step without further code. Stages whose update needs a key or
-    gradients do not advance: for :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which
-    advances the other stages of the chain once more. Booleans do not advance under ``eqx.apply_updates``, which turns
-    them into integers. Fixed values that advance must start at finite numbers, because adding updates turns infinity
-    into NaN.
+    ``p.update``: masks and other integers are exact, and floats are exact up to the rounding of one addition. So power
+    iteration and pruning need no further code. Stages whose update needs a key or gradients are left out: for
+    :class:`SET` and :class:`RigL`, also call ``p.update(raw, key, grads)``, which updates the other stages of the chain
+    once more. Booleans stay as they are under ``eqx.apply_updates``, which turns them into integers. Fixed values that
+    ``p.update`` changes must start at finite numbers, because adding updates turns infinity into NaN.
 
     ``tx`` never sees the values that :func:`partition` treats as fixed: it keeps no state for them, its weight decay
-    does not change them, and its gradient norms do not include them. Fixed values that do not advance get zero updates
+    does not change them, and its gradient norms do not include them. Fixed values that do not change get zero updates
     that keep every bit. Leaves to which nothing can be added, such as PRNG keys and functions, get the update None, as
     in equinox. On a CPU, XLA treats float32 numbers below 1.2e-38 (subnormal numbers) as zeros in every addition. If
     your tree has such leaves or fixed numbers, update only the free part::
@@ -135,32 +134,32 @@ def optimizer(tx: T, p: Parametrization | None = None, *, updates: Literal["by h
     require_by_hand("optimizer", updates)
     if p is not None and updates is not None:
         raise ValueError(f"optimizer takes either a chain `p` or updates={BY_HAND!r}, but got both. Leave one out.")
-    advancing, by_hand = p if p is not None and p.has_update else None, updates is not None
+    updating, by_hand = p if p is not None and p.has_update else None, updates is not None
 
     def init(params: PyTree) -> PyTree:
         require_tree("optimizer.init", params, "tx.init(p.init(params))")
         return inner.init(partition(params)[0])
 
     def checked_init(params: PyTree) -> PyTree:
-        if advancing is not None:
-            _require_advancing(advancing, params)
+        if updating is not None:
+            _require_updated_values(updating, params)
         elif not by_hand:
             _require_no_update(params)
         return init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
-        if advancing is not None and params is None:
-            raise ValueError(f"optimizer.update needs the raw tree to advance fixed values, but got None. {CALL}")
+        if updating is not None and params is None:
+            raise ValueError(f"optimizer.update needs the raw tree to update fixed values, but got None. {CALL}")
         free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
         new_updates = combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1]))
-        return (new_updates if advancing is None else _advance(advancing, raw, new_updates)), state
+        return (new_updates if updating is None else _updates_of_fixed(updating, raw, new_updates)), state
 
     return type(inner)(checked_init, explain_errors(init, update))
 
 
-def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
+def _updates_of_fixed(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
     """Returns the updates that, when added to ``raw``, give ``p.update(raw + updates)``."""
 
     def added(w: Any, u: Any) -> Any:
@@ -171,7 +170,7 @@ def _advance(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTree:
             return u
         if jnp.issubdtype(new.dtype, jax.dtypes.extended):
             raise ValueError(
-                f"optimizer.update cannot advance fixed values that are PRNG keys, because no update can be added to a "
+                f"optimizer.update cannot update fixed values that are PRNG keys, because no update can be added to a "
                 f"key. Call `raw = p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, "
                 f"updates={BY_HAND!r})`."
             )
@@ -188,13 +187,13 @@ def _updated(p: Parametrization, raw: PyTree) -> PyTree:
         return p.update(raw)
     if raw.p != p:
         raise ValueError(
-            f"optimizer advances the fixed values of {p!r}, but got a model with the chain {raw.p!r}. Pass the same "
+            f"optimizer updates the fixed values of {p!r}, but got a model with the chain {raw.p!r}. Pass the same "
             f"chain to both."
         )
     return raw.update()
 
 
-def _require_advancing(p: Parametrization, raw: PyTree) -> None:
+def _require_updated_values(p: Parametrization, raw: PyTree) -> None:
     """Raises an error unless ``raw`` is a raw tree of ``p`` with its fixed values, or a model with such a tree."""
     leaves = items(raw, is_placeholder)
     fixed = [x for path, x in leaves if FIXED in path]
@@ -207,20 +206,20 @@ def _require_advancing(p: Parametrization, raw: PyTree) -> None:
             if fixed or kinds.isdisjoint(stage.kind for stage in p):
                 raise
     raise ValueError(
-        f"optimizer.init needs the whole raw tree, whose fixed values {p!r} advances, but they are missing. Put masks "
+        f"optimizer.init needs the whole raw tree, whose fixed values {p!r} updates, but they are missing. Put masks "
         f"and partitions inside the optimizer, `rpx.optimizer(optax.masked(tx, mask), p)`. Filter a model of equinox "
         f"by `eqx.is_array`. For a model that holds its chain, pass `module.raw(variables)`, or use `tx` alone and let "
-        f"the model's calls advance them."
+        f"the model's calls update them."
     )
 
 
 def _require_no_update(raw: PyTree) -> None:
-    """Raises an error if a raw tree has values that must advance in each step, such as the vectors of spectral norm."""
+    """Raises an error if a raw tree has values that need ``p.update`` in each step, such as those of spectral norm."""
     for path, _ in items(raw, is_placeholder):
         for mark, below in pairwise(path):
             if below == FIXED and is_mark(mark) and getattr(registered_kind(kind_of(mark)), "needs_update", False):
                 raise ValueError(
-                    f"optimizer.init found {mark!r} at {parameter_path(path)!r}, whose fixed values must advance in "
+                    f"optimizer.init found {mark!r} at {parameter_path(path)!r}, whose fixed values must be updated in "
                     f"each step, or the weights will be wrong. Pass the chain, `rpx.optimizer(tx, p)`. Or call `raw = "
                     f"p.update(raw)` after each step, and confirm this with `rpx.optimizer(tx, updates={BY_HAND!r})`."
                 )

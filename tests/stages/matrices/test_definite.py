@@ -144,10 +144,10 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
         params = {"w": jnp.asarray(np.stack([np.eye(3), w]), jnp.float32)}
         with raises(
             ValueError,
-            "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of "
-            "9 outside the image or at its edge, where the map is flat. Start from numbers inside, leave "
-            "the array out with `where`, or pass outside='unchecked' to start there anyway. This applies to one "
-            "of the arrays stacked along stacked=0.",
+            "PositiveSemidefinite(stacked=0).init at 'w': expected entries inside the image, but 9 of 9 are "
+            "outside it or on its boundary, where the gradient is zero, so they would never train. Start from entries "
+            "inside, leave the array out with `where`, or pass outside='unchecked' to start there anyway. This "
+            "applies to one of the arrays stacked along stacked=0.",
         ):
             rpx.matrices.PositiveSemidefinite(stacked=0).init(params)
         p = rpx.matrices.PositiveSemidefinite(outside="unchecked", stacked=0)

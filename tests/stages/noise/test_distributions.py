@@ -252,7 +252,7 @@ class Laplace(rpx.Reparametrization):
         return values["mean"]
 
 
-def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
+def test_a_deterministic_chain_keeps_raw_values_and_updates_them():
     p = rpx.Gaussian() >> rpx.VarNoise(0.1)
     assert p.deterministic == Mean(rpx.Gaussian())
     raw = init(p, {"w": normal(3)})

@@ -190,9 +190,9 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     w = np.array(w, np.float32)
     with raises(
         ValueError,
-        f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside the image "
-        f"or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
-        f"`where`, or pass outside='unchecked' to start there anyway.",
+        f"{p!r}.init at 'layer/w': expected entries inside the image, but {flat} of {w.size} are outside it or on its "
+        f"boundary, where the gradient is zero, so they would never train. Start from entries inside, leave the array "
+        f"out with `where`, or pass outside='unchecked' to start there anyway.",
     ):
         p.init({"layer": {"w": w}})
     by_word = dataclasses.replace(p, outside="unchecked")

@@ -201,7 +201,7 @@ def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_
     with raises(
         ValueError,
         f"{verb} changed 'w/{place}', but cannot write it to the raw tree: an earlier stage computes that value. Put "
-        f"that stage later in the chain.",
+        f"the earlier stage after this one.",
     ):
         jax.eval_shape(advance, {"w": np.ones((4, 4), np.float32)})
 
