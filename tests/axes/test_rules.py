@@ -95,6 +95,11 @@ ROWS = {
     "nothing": (lambda a: lax.slice(a, (0,), (0,)), [(4,)], ["0a0"]),
     "split": (lambda a: lax.split(a.reshape(4, 12), (6, 6), 1), [(4, 2, 2, 3)], ["4a0  2a1a2a3*3a1a2a3"] * 2),
     "split unevenly": (lambda a: lax.split(a, (1, 2, 3)), [(6, 2)], ["1~  2a1", "2a0  2a1", "3a0  2a1"]),
+    "split within a block": (
+        lambda a: lax.split(a.reshape(12), (3, 6, 3)),
+        [(2, 2, 3)],
+        ["3a0a1a2", "6a0a1a2", "3a0a1a2"],
+    ),
     "from an unknown start": (
         lambda a, i: lax.dynamic_slice(a.reshape(4, 4, 6), (i, i, i), (1, 2, 6)),
         [(4, 4, 2, 3), I1],
