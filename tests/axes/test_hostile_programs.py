@@ -151,11 +151,20 @@ def promotion():
         yield
 
 
-def roles_with_each_between(use, *steps):
+def roles_with_each_between(use, *steps, between=BETWEEN):
     """The roles of both weights, for each function between them."""
     params = types(*steps, WIDTH, UNITS), types(*steps, UNITS, WIDTH)
     x = types(BATCH, TIME, WIDTH)
-    return [roles(lambda p, x, g=between: use(x, *p, g), params, x) for between in BETWEEN]
+    return [roles(lambda p, x, g=g: use(x, *p, g), params, x) for g in between]
+
+
+def test_inputs_and_outputs_of_each_way_are_found_with_a_tanh_between():
+    for number, use in enumerate(USES):
+        (pair,) = roles_with_each_between(use, between=[jnp.tanh])
+        assert [(role.inputs, role.outputs, role.stacked) for role in pair] == [((0,), (1,), ())] * 2, number
+    for number, use in enumerate(OF_LAYERS):
+        (pair,) = roles_with_each_between(use, LAYERS, between=[jnp.tanh])
+        assert [(role.inputs, role.outputs, role.stacked) for role in pair] == [((1,), (2,), (0,))] * 2, number
 
 
 @pytest.mark.parametrize("number", mostly_thorough(range(len(USES)), 0, 4))

@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ from axes.networks import NETWORKS
 from errors import raises
 from grids import mostly_thorough
 from jax import export
+from jax.lax import fori_loop, scan
 
-from reparax.axes import Role, roles
+import reparax as rpx
+from reparax.axes import Role, check_axes, roles
 from reparax.core.paths import flatten_with_names, path_text
 
 
@@ -23,7 +26,11 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("name", mostly_thorough(NETWORKS, "gemma", "attention", "equinox_attention", "haiku_resnet"))
+# These repeat what others show.
+ALIKE = {"lstm", "gru", "mlp", "flax_nnx", "equinox_mlp", "equinox_gru", "haiku_lstm", "haiku_attention"}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(NETWORKS, *(set(NETWORKS) - ALIKE)))
 def test_each_axis_of_each_weight_has_its_role(name):
     fun, params, args, table = NETWORKS[name]()
     types = jax.eval_shape(lambda *args: args, params, *args)
@@ -45,7 +52,7 @@ INDICES = jax.ShapeDtypeStruct((5,), jnp.int32)
 KEEP = np.array([0, 2])
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 BATCH = np.ones((5, 3), np.float32)
-DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
+DENSE, EACH, NONE = ((0,), (1,), ()), ((1,), (2,), (0,)), ((), (), ())
 
 
 def by_turns(p, x):
@@ -58,6 +65,10 @@ def chosen(p, x):
     gates, places = jax.lax.top_k(x @ p[0], 2)
     hidden = jnp.tanh(jnp.einsum("td,tkdf->tkf", x, p[1][places]))
     return jnp.einsum("tkf,tkfo->to", gates[..., None] * hidden, p[2][places])
+
+
+def shaped(*shape):
+    return jax.ShapeDtypeStruct(shape, FLOAT)
 
 
 def padded(w, axis):
@@ -87,6 +98,27 @@ def on_shards(p, x):
         out_specs=spec("units"),
     )
     return part(*p, x)
+
+
+def in_shards(fun):
+    """A function of the halves of two arrays, along their last axis."""
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.sharding.AbstractMesh((2,), ("units",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fun, mesh=mesh, in_specs=(spec(None, "units"), spec("units")), out_specs=spec(None, "units"))
+
+
+def until_it_is_large(p, x):
+    """A loop whose carry begins without data, and whose condition multiplies by a weight too."""
+
+    def goes_on(carry):
+        return jnp.sum(carry[0] @ p[2]) < 1
+
+    h, _ = jax.lax.while_loop(goes_on, lambda carry: (jnp.tanh(carry[1] @ p[0]), carry[1]), (jnp.zeros((5, 4)), x))
+    return h @ p[1]
+
+
+def one_of_two(p, x, of_data):
+    return x @ jax.lax.cond(x[0, 0] > 0 if of_data else x.dtype == FLOAT, lambda w: w, lambda w: 2 * w, p[0])
 
 
 def noisy(w, key):
@@ -271,6 +303,90 @@ USES = {
         ([jax.ShapeDtypeStruct((3, 3, 3), FLOAT)], jax.ShapeDtypeStruct((3, 3), FLOAT)),
         [((0, 1, 2), (0, 1, 2), (0,))],
     ),
+    "a weight that data choose": (partial(one_of_two, of_data=True), ([W], X), [NONE]),
+    "a weight that a constant chooses": (partial(one_of_two, of_data=False), ([W], X), [DENSE]),
+    "either of two layers of different stacks": (
+        lambda p, x: x @ jax.lax.cond(jnp.zeros(()) > 0, lambda v, w: v[0], lambda v, w: w[1], *p),
+        ([LAYERS, LAYERS], X),
+        [EACH, EACH],
+    ),
+    "a loop and its condition": (until_it_is_large, ([W, V, shaped(4, 2)], X), [DENSE, DENSE, DENSE]),
+    "data from the second step on": (lambda p, x: scan(lambda h, _: (x, h @ p[0]), BATCH, None, 2), ([W], X), [DENSE]),
+    "one layer from the second step on": (
+        lambda p, x: scan(lambda w, _: (p[0][0], x @ w), p[0].sum(0), None, 2),
+        ([LAYERS], X),
+        [EACH],
+    ),
+    "a scale of each layer": (lambda p, x: x @ (p[0][0] * p[1][0]), ([LAYERS, shaped(2)], X), [EACH, ((), (), (0,))]),
+    "another weight from the second step on": (
+        lambda p, x: scan(lambda w, _: (p[1], x @ w), p[0], None, 2),
+        ([W, W], X),
+        [DENSE, DENSE],
+    ),
+    "rows of a table from the second step on": (
+        lambda p, x: scan(lambda rows, _: (p[0][jnp.arange(5)], x + rows), p[0][:5], None, 2),
+        ([shaped(9, 3)], X),
+        [DENSE],
+    ),
+    "other entries from the second step on": (
+        lambda p, x: scan(lambda g, _: (x[:3, 0], x @ (p[0] * g[:, None])), jnp.full((3,), x[0, 0]), None, 2),
+        ([W], X),
+        [NONE],
+    ),
+    "places that a loop scales": (
+        lambda p, x: x + fori_loop(0, 2, lambda _, rows: 2 * rows, p[0][jnp.arange(5)]),
+        ([shaped(9, 3)], X),
+        [DENSE],
+    ),
+    "complex numbers": (lambda p, x: x @ p[0], ([jax.ShapeDtypeStruct((3, 4), jnp.complex64)], X), [DENSE]),
+    "columns by whole numbers of the parameters": (
+        lambda p, x: x @ p[0][:, p[1]],
+        ([W, jax.ShapeDtypeStruct((2,), jnp.int32)], X),
+        [DENSE, NONE],
+    ),
+    "columns by constants of a call": (lambda p, x: jax.jit(lambda w, x: x @ w[:, KEEP])(p[0], x), ([W], X), [DENSE]),
+    "a multiple, entry by entry, by data of a loop": (
+        lambda p, x: jnp.tanh((p[0] * jax.lax.map(jnp.sin, x)) @ p[1]),
+        ([shaped(3), W], shaped(3)),
+        [NONE, DENSE],
+    ),
+    "members whose examples a loop reads": (
+        lambda p, x: jnp.einsum("tef,efo->teo", jax.lax.map(jnp.tanh, jnp.einsum("td,edf->tef", x, p[0])), p[1]),
+        ([shaped(2, 3, 4), shaped(2, 4, 3)], X),
+        [EACH, EACH],
+    ),
+    "data of shards that scale a weight entry by entry": (
+        lambda p, x, g: x @ in_shards(lambda w, g: w * g)(p[0], g),
+        ([W], X, shaped(4)),
+        [NONE],
+    ),
+    "the same after the shards": (
+        lambda p, x, g: x @ (p[0] * in_shards(lambda w, g: w + g)(jnp.zeros((3, 4)), g).sum(0)),
+        ([W], X, shaped(4)),
+        [NONE],
+    ),
+    "merged axes on shards": (
+        lambda p, x: in_shards(lambda w, g: jnp.einsum("i,ijk->jk", g.repeat(2), w.reshape(2, 3, -1)))(
+            p[0].reshape(6, 4), x
+        ),
+        ([shaped(2, 3, 4)], shaped(2)),
+        [((0,), (1, 2), ())],
+    ),
+    "three factors, of which the last is read alone too": (
+        lambda p, x: x @ (p[0] @ p[1] @ p[2]) + jnp.ones((5, 5)) @ (p[1] @ p[2])[:1].repeat(5, 0),
+        ([W, V, shaped(2, 5)], X),
+        [DENSE] * 3,
+    ),
+    "factors, transposed": (
+        lambda p, x: x @ (p[1] @ p[0]).T,
+        ([shaped(2, 3), shaped(4, 2)], X),
+        [((1,), (0,), ())] * 2,
+    ),
+    "factors of layers": (
+        lambda p, x: x @ (p[0] @ p[1])[0] + x @ (p[0][1] @ p[1][1]),
+        ([LAYERS, LAYERS], X),
+        [EACH, EACH],
+    ),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
@@ -280,17 +396,7 @@ USES = {
 }
 
 
-QUICK = (
-    "noise",
-    "places",
-    "columns that constants choose",
-    "one column, repeated",
-    "members that each repeat their number",
-    "weights that a loop carries",
-)
-
-
-@pytest.mark.parametrize("name", mostly_thorough(USES, *QUICK))
+@pytest.mark.parametrize("name", USES)
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun, *args))) == want
@@ -361,6 +467,34 @@ def gated_twice(params, x):
     return sum(every(each * x, params["up"], params["down"]).sum(0) for each in (gates, jax.nn.softmax(gates, 0)))
 
 
+def members_after_a_loop(params, x):
+    h = fori_loop(0, 2, lambda _, h: jnp.tanh(h), jnp.einsum("td,edf->etf", x, params["up"]))
+    return jnp.einsum("etf,efo->eto", h, params["down"])
+
+
+def members_that_attend(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["up"])
+    h = jnp.einsum("ets,esf->etf", jax.nn.softmax(jnp.einsum("etf,esf->ets", h, h)), h)
+    return jnp.einsum("etf,efo->eto", h, params["down"])
+
+
+def members_and_their_mean(params, x):
+    h = jnp.einsum("td,edf->etf", x, params["up"])
+    return jnp.einsum("etf,efo->eto", h, params["down"]), jnp.einsum("etf,e->tf", h, np.ones(4, np.float32))
+
+
+def ranked_in_a_loop(params, x):
+    gates = fori_loop(0, 2, lambda _, gates: jnp.sort(gates, -1), x @ params["r"]).T[..., None]
+    return every(gates * x, params["up"], params["down"]).sum(0)
+
+
+def ranked_for_the_next_step(params, x):
+    def step(gates, _):
+        return jnp.sort(gates, -1), every(gates.T[..., None] * x, params["up"], params["down"]).sum(0)
+
+    return scan(step, x @ params["r"], None, 2)
+
+
 def slots(params, x):
     """Soft MoE: each expert has its slots, which are means of all tokens."""
     scores = jnp.einsum("td,des->tes", x, params["r"])
@@ -384,10 +518,15 @@ def members(params, x):
         (routed, ((0,), (1,), ())),
         (gated_before, ((0,), (1,), ())),
         (ranked_before, ((0,), (1,), ())),
+        (ranked_in_a_loop, ((0,), (1,), ())),
+        (ranked_for_the_next_step, ((0,), (1,), ())),
         (gated_twice, ((0,), (1,), ())),
         (slots, ((0,), (1, 2), ())),
         (blocks, ((0,), (1, 2), ())),
-        (members, ((), (), ())),
+        (members, NONE),
+        (members_after_a_loop, NONE),
+        (members_that_attend, NONE),
+        (members_and_their_mean, NONE),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -477,6 +616,62 @@ def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():
     found = roles(forward, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
     assert (axes(found["seen"]), axes(found["last"])) == (DENSE, DENSE)
     assert {name for name, role in found.items() if role.ambiguous} == {"latent", "q", "k"}
+
+
+def test_the_reasons_are_all_other_equations_that_read_the_array_with_data():
+    def loss(p, x):
+        return x @ p[0].at[0].set(0.0) + x @ jnp.linalg.cholesky(p[1]) + p[0][:, 0] * jnp.sort(x @ x.T)[:3, :3], p[2]
+
+    square = jax.ShapeDtypeStruct((3, 3), FLOAT)
+    first, second, third = roles(loss, [square] * 3, jax.ShapeDtypeStruct((3, 3), FLOAT))
+    here = r"{} reads it: [^;]*test_roles\.py:[^;]*"
+    assert re.fullmatch("; ".join(map(here.format, ["scatter", "mul"])), first.why)
+    assert re.fullmatch(here.format("cholesky"), second.why)
+    assert third == Role(why="no equation reads it together with data", shape=(3, 3), dtype=FLOAT)
+
+
+def test_a_use_is_listed_once_and_with_how_it_multiplies():
+    def convolve(x, kernel, **settings):
+        return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=("NHC", "HIO", "NHC"), **settings)
+
+    def loss(p, x):
+        y = convolve(x, p["kernel"], window_strides=(1,), padding="SAME", rhs_dilation=(2,))
+        y = convolve(y, p["up"], window_strides=(1,), padding=((1, 1),), lhs_dilation=(2,))
+        y = y @ (p["a"][0] @ p["b"][0])
+        return jnp.tanh(y @ p["twice"]) @ p["twice"] + y @ p["twice"].T
+
+    shapes = {"kernel": (2, 3, 4), "up": (2, 4, 4), "a": (3, 4, 2), "b": (3, 2, 4), "twice": (4, 4)}
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(loss, params, jax.ShapeDtypeStruct((2, 8, 3), FLOAT))
+    uses = {name: [(x.inputs, x.outputs, x.how, x.windows) for x in role.uses] for name, role in found.items()}
+    dense = ((0,), (1,), "product", ())
+    assert uses == {
+        "kernel": [((0, 1), (2,), "convolution", (0,))],
+        "up": [((0, 1), (2,), "transposed convolution", (0,))],
+        "a": [((1,), (2,), "product", ())],
+        "b": [((1,), (2,), "product", ())],
+        "twice": [dense, ((1,), (0,), "product", ())],
+    }
+    assert all("test_roles.py" in x.line for role in found.values() for x in role.uses)
+
+
+def test_parameters_and_data_in_any_order():
+    def loss(x, params, scale=1):
+        return scale * (x @ params["w"].T)
+
+    params = {"w": jnp.ones((4, 3))}
+    assert axes(roles(loss, X, params, argnums=1, scale=2)["w"]) == ((1,), (0,), ())
+    p = rpx.norms.MaxNorm(1.0, axis=-1) >> rpx.WeightNorm(axis=-1)
+    found = check_axes(p, loss, jnp.ones((5, 3)), params, argnums=1, scale=2)
+    assert [(each.stage, each.field, each.expected) for each in found] == [
+        ("MaxNorm(1.0, axis=-1)", "axis", (-2,)),
+        ("WeightNorm(axis=-1)", "axis", (-2,)),
+    ]
+    text = "roles(loss) needs the arguments of the function, but got none. Pass them after the function: "
+    with raises(TypeError, f"{text}`roles(loss, params, batch)`."):
+        roles(loss)
+    with pytest.raises(TypeError, match=r"^check_axes .* dict"):
+        check_axes(params, loss, X)
 
 
 def test_several_positions_are_refused():

@@ -423,6 +423,13 @@ def test_explain_leaves_out_what_formulas_read():
     assert "tanh" not in text
 
 
+def test_explain_leaves_out_what_is_made_of_constants():
+    def loss(raw, x):
+        return x @ (jnp.ones((64, 1)) @ jnp.ones((1, 64))) + raw
+
+    assert rpx.explain(loss, floats(8, 64), floats(8, 64)).weights == ()
+
+
 def test_layers_are_told_in_one_line():
     p = rpx.LowRank(1)
     raw = jax.eval_shape(p.init, {f"layer{i}": floats(64, 64) for i in range(12)}, KEY)

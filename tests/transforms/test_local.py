@@ -201,6 +201,26 @@ def test_each_example_has_noise_of_its_own(name):
     assert_alike(own_draws(name), whole_draws(name))
 
 
+# How many rows of seven examples draw for each weight, in the order of the program.
+DRAWING = {
+    "dense": ["7", "7"],
+    "scan over layers": ["7"],
+    "heads": ["14", "14"],
+    "convolution": ["175", "175"],
+    "groups": ["63", "63"],
+    "embedding": ["14", "7"],
+    "scan over time": ["28"],
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_the_report_counts_the_rows_that_draw(name):
+    case = CASES[name]
+    raw, x = jax.eval_shape(case.p.init, case.weights), np.broadcast_to(case.x, (7, *case.x.shape))
+    report = rpx.explain(local_reparametrization(noisy(case)), raw, KEY, x)
+    assert [each.reason for each in report.weights] == [f"1 use, {n} rows" for n in DRAWING[name]]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers")
@@ -457,6 +477,14 @@ def test_a_gradient_in_the_loss_sees_the_weights_of_the_value(name):
     assert not any(each.is_transformed for each in report.weights)
 
 
+def test_reads_conflict_where_one_keeps_what_another_sums():
+    first, same, keeps, sums, whole = (
+        _local.NoisyRead(None, None, {"e": (frozenset(summed), frozenset(kept))}, rows)
+        for summed, kept, rows in [((2,), (1,), 5), ((2,), (1,), 7), ((), (2,), 5), ((1,), (), 5), ((1,), (2,), None)]
+    )
+    assert list(_local._conflicting_reads("e", [first, same, keeps, sums, whole])) == [keeps, sums]
+
+
 # ---- contexts
 
 
@@ -616,6 +644,25 @@ def test_one_draw_for_all(name):
     assert any(each.reason.startswith(reader) for each in report.weights)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a formula mixes entries", "turned over", "symmetric", "side by side", "rows without data", "both sides"),
+        *("float16", "a penalty", "biases alone", "Euler, gains", "Euler, images"),
+    ],
+)
+def test_the_report_says_why_all_rows_share_one_draw(name):
+    weights = {k: SQUARE if k in "wu" else SQUARE[0] for k in "wuvbc"} if name in INSIDE else {"w": SQUARE}
+    network, p, reader = SHARED[name] if name in SHARED else (INSIDE[name][0], NOISE, INSIDE[name][1])
+
+    def loss(raw, key, x):
+        return network(p.apply(raw, key), x) if name in SHARED else network(lambda w: p.apply(w, key), raw, x)
+
+    report = rpx.explain(local_reparametrization(loss), p.init(weights), KEY, normal(5, 3))
+    assert not any(each.is_transformed for each in report.weights)
+    assert any(each.reason.startswith(reader) for each in report.weights)
+
+
 @pytest.mark.parametrize("p", [rpx.WeightDropout(0.3), rpx.noise.HardConcrete(0.3)])
 def test_what_is_not_gaussian_is_as_it_was(p):
     raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)
@@ -716,10 +763,9 @@ def test_one_draw_for_all_for_another_reason_is_not_refused(name):
 # ---- gradients, memory, reports
 
 
-@pytest.mark.thorough
 def test_gradients_are_those_of_the_mean_and_the_spread():
-    p, x = rpx.Gaussian(0.3), normal(5, 3, seed=2).at[0].set(0.0)
-    raw = p.init({"w": SQUARE})
+    p, x, slope = rpx.Gaussian(0.3), normal(5, 3, seed=2).at[0].set(0.0), normal(5, 3, seed=3)
+    rest = slice(1, None)  # without the zero row, whose variance is zero
 
     def network(raw, x):
         return local_reparametrization(lambda raw, key, x: x @ p.apply(raw, key)["w"])(raw, KEY, x)
@@ -729,15 +775,27 @@ def test_gradients_are_those_of_the_mean_and_the_spread():
         variance = jnp.square(x) @ jnp.square(jax.nn.softplus(held["rho"]))
         return x @ held["mean"] + jnp.sqrt(variance) * noise
 
-    rest = slice(1, None)  # without the zero row, whose variance is zero
-    noise = (network(raw, x) - by_hand(raw, x, 0.0))[rest] / jnp.sqrt(0.09 * jnp.sum(jnp.square(x), 1))[rest, None]
-    slope = normal(5, 3, seed=3)
-    got = jax.grad(lambda raw, x: jnp.sum(slope * network(raw, x)), (0, 1))(raw, x)
-    want = jax.grad(lambda raw, x: jnp.sum(slope[rest] * by_hand(raw, x[rest], noise)), (0, 1))(raw, x)
-    want[1].at[0].set(slope[0] @ SQUARE.T)
+    @jax.jit
+    def both(raw, x):
+        spread = jnp.sqrt(0.09 * jnp.sum(jnp.square(x), 1))[rest, None]
+        noise = (network(raw, x) - by_hand(raw, x, 0.0))[rest] / spread
+        got = jax.grad(lambda raw, x: jnp.sum(slope * network(raw, x)), (0, 1))(raw, x)
+        return got, jax.grad(lambda raw, x: jnp.sum(slope[rest] * by_hand(raw, x[rest], noise)), (0, 1))(raw, x)
+
+    got, want = both(init(p, {"w": SQUARE}), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got[0], want[0])
     np.testing.assert_allclose(got[1][rest], want[1][rest], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got[1][0], slope[0] @ SQUARE.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1][0], np.asarray(slope[0]) @ np.asarray(SQUARE).T, rtol=1e-5, atol=1e-6)
+
+
+def test_each_use_and_each_step_of_a_loop_draws():
+    def network(raw, key, x):
+        w = NOISE.apply(raw, key)["w"]
+        steps = jax.lax.scan(lambda _, x: (None, x @ w), None, jnp.stack([x, x]))[1]
+        return x @ w - x @ w, steps[0] - steps[1]
+
+    for differences in jax.jit(local_reparametrization(network))(WEIGHTS, KEY, normal(5, 3)):
+        assert np.all(np.abs(differences) > 1e-4)
 
 
 def shapes_drawn(jaxpr):

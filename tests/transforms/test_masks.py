@@ -103,7 +103,6 @@ def test_a_mask_without_whole_bytes_and_a_small_one_are_drawn_again(shape):
     assert draws(jax.grad(of_remat), {"w": jnp.ones(shape)}, KEY)[0] == 2
 
 
-@pytest.mark.thorough
 def test_numbers_that_are_read_otherwise_too_are_drawn_again():
     def loss(w, key):
         numbers = jax.random.uniform(key, w.shape)

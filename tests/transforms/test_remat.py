@@ -478,6 +478,35 @@ def smooth(raw, key, x):
 SMOOTH = {"kernel": RAW["layer0"]["kernel"]}
 
 
+def test_derivatives_of_derivatives_and_of_whole_numbers(key):
+    """Of the sine of a weight, by hand: once more, in both orders, beside the numbers of a largest entry."""
+
+    def loss(w, key, x):
+        return jnp.sum(x @ jnp.sin(w)), jnp.argmax(w)
+
+    def largest(w, key, x):
+        return jnp.argmax(x @ jnp.sin(w)), jnp.argmax(w)
+
+    @jax.jit
+    def derivatives(w, dot, x):
+        gradient = jax.grad(rpx.remat(loss), has_aux=True)
+        return (
+            jax.jvp(lambda w: gradient(w, key, x)[0], (w,), (dot,)),
+            jax.grad(lambda w: jnp.sum(gradient(w, key, x)[0] * dot))(w),
+            gradient(w, key, x)[1],
+            jax.jvp(lambda w: rpx.remat(largest)(w, key, x), (w,), (dot,)),
+        )
+
+    w, dot, x = normal(4, 3), normal(4, 3, seed=1), normal(2, 4, seed=2)
+    (slope, curvature), again, place, (places, slopes) = derivatives(w, dot, x)
+    np.testing.assert_allclose(slope, np.sum(x, 0)[:, None] * np.cos(w), rtol=1e-5, atol=1e-6)
+    for each in (curvature, again):
+        np.testing.assert_allclose(each, -np.sum(x, 0)[:, None] * np.sin(w) * dot, rtol=1e-5, atol=1e-6)
+    assert place == places[1] == np.argmax(w)
+    assert places[0] == np.argmax(np.asarray(x) @ np.sin(w))
+    assert [each.dtype for each in slopes] == [jax.dtypes.float0] * 2
+
+
 @pytest.mark.thorough
 def test_forward_mode_second_derivatives_and_hessians():
     direction = jax.tree.map(jnp.ones_like, SMOOTH)
@@ -505,8 +534,9 @@ def test_forward_mode_second_derivatives_and_hessians():
     trees_close(got, expected, rtol=1e-4)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["here", "in jit"])
+@pytest.mark.parametrize(
+    "inside", [lambda f: f, pytest.param(jax.jit, marks=pytest.mark.thorough)], ids=["here", "in jit"]
+)
 def test_forward_mode_of_what_has_no_backward_pass(inside, key):
     def pooled(x):
         return jax.lax.reduce_window(x, -jnp.inf, lambda a, b: jnp.maximum(a, b), (1, 2), (1, 1), "VALID")
@@ -524,7 +554,6 @@ def test_forward_mode_of_what_has_no_backward_pass(inside, key):
         jax.grad(rpx.remat(loss), has_aux=True)(w, key, x)
 
 
-@pytest.mark.thorough
 def test_what_is_linear_in_the_data_can_be_transposed(key):
     def product(w, key, x):
         return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
@@ -536,7 +565,6 @@ def test_what_is_linear_in_the_data_can_be_transposed(key):
     )
 
 
-@pytest.mark.thorough
 def test_what_is_linear_in_the_weights_can_be_transposed(key):
     def product(w, key, x):
         return jnp.sum(jnp.tanh(x) @ w.T, 0)
@@ -819,7 +847,6 @@ def test_apply_passes_on_what_it_does_not_change():
 # ---- What an attack found
 
 
-@pytest.mark.thorough
 def test_under_vmap_what_does_not_depend_on_the_batch_has_none(key):
     v = jnp.arange(1.0, 4.0)
 
