@@ -1,0 +1,337 @@
+"""What ``remat`` finds in small programs: an order, what must wait, what is costly, masks, and what is stored."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from one_array import normal
+
+from reparax.core.unchanged import recompute
+from reparax.programs import dependence, jaxprs
+from reparax.transforms import _factored, _remat_derivative, _remat_order, _remat_rewrites, _saved_residuals
+from reparax.transforms._explained import Explained, Weight
+
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
+
+def traced(fun, *shapes):
+    """The program of a function of arrays of these shapes, or types."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) if isinstance(shape, tuple) else shape for shape in shapes]
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(fun)(*types))
+    assert not consts
+    return program
+
+
+def names_of(program, found):
+    """What values are: inputs by their letters, and others by the primitives that compute them."""
+    names = {v: "abcd"[i] for i, v in enumerate(program.invars)}
+    names |= {v: eqn.primitive.name for eqn in program.eqns for v in eqn.outvars}
+    return sorted(names[v] for v in found)
+
+
+# ---- the order
+
+
+def printing(x):
+    jax.debug.callback(lambda x: None, x)
+    return x
+
+
+# A function, which of its inputs are known, and the names of the equations of each batch; delayed ones in brackets.
+ORDERS = {
+    "two weights": (
+        lambda v, w, x: (x @ jnp.sin(v)) @ jnp.cos(w),
+        [True, True, False],
+        ["[sin]", "dot_general", "[cos]", "dot_general"],
+    ),
+    "a weight that is read twice": (
+        lambda w, x: jnp.exp((lambda v: x @ v @ v)(jnp.sin(w))),
+        [True, False],
+        ["[sin]", "dot_general dot_general exp"],
+    ),
+    "a weight of a weight": (
+        lambda w, x: (lambda v: (x @ jnp.cos(v)) + v)(jnp.sin(w)),
+        [True, False],
+        ["[sin cos]", "dot_general add"],
+    ),
+    "a weight that is returned": (lambda w, x: (jnp.exp(x), jnp.sin(w)), [True, False], ["exp", "sin"]),
+    "a weight that nobody reads": (lambda w, x: (jnp.sin(w), jnp.exp(x))[1], [True, False], ["exp"]),
+    "no weight": (lambda w, x: jnp.exp(w @ x), [False, False], ["dot_general exp"]),
+    "an effect": (lambda w, x: x @ jnp.sin(printing(w)), [True, False], ["debug_callback", "[sin]", "dot_general"]),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_weights_are_computed_just_before_they_are_read(name):
+    fun, known, want = ORDERS[name]
+    program = traced(fun, *((3, 3) for _ in known))
+    is_known = dependence.known_variables(program, known)
+    batches = _remat_order.reorder(program, is_known, lambda eqn: None)
+    found = [(" ".join(eqn.primitive.name for eqn in batch.eqns), bool(batch.reads_beside)) for batch in batches]
+    assert [f"[{text}]" if delayed else text for text, delayed in found] == want
+
+
+# ---- what must wait
+
+
+WAITING = {
+    "views": (lambda a: (a.T, a.reshape(8, 1, 8), lax.stop_gradient(a)), [(8, 8)], ""),
+    "a constant": (lambda a: (a.T, jnp.zeros(3)), [(8, 8)], ""),
+    "what is computed": (lambda a: jnp.sin(a), [(8, 8)], "a"),
+    "what is larger": (lambda a: jnp.broadcast_to(jnp.sin(a), (8, 8)), [(8,)], "a"),
+    "lengths of a normed weight": (lambda a: a / jnp.sqrt(jnp.sum(a * a, 0)), [(8, 8)], "reduce_sum"),
+    "a small input": (lambda a, b: a * jnp.tile(b, (2, 2)), [(8, 8), (4, 4)], "b"),
+    "an input that is not small": (lambda a, b: a * jnp.tile(b, 8), [(64,), (8,)], "b"),
+    "the smaller half": (lambda a, b: jnp.sin(a) * b[:, None], [(8, 8), (8,)], "ab"),
+    "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "ab"),
+    "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
+    "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
+    "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),
+    "a large value, computed with costly operations": (lambda a: jnp.sum(jnp.sin(a) * jnp.cos(a), 0), [(8, 8)], "a"),
+    "cheap values that are summed": (lambda a: jnp.sum(a * 2 + 1, 0), [(8, 8)], "reduce_sum"),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_the_smallest_values_wait_that_suffice(name):
+    fun, shapes, want = WAITING[name]
+    with jax.numpy_rank_promotion("allow"):
+        program = traced(fun, *shapes)
+    found = names_of(program, _remat_order.barrier_inputs(program))
+    assert found == ([want] if "_" in want else list(want))
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda a, b: a.T, ""),
+        (lambda a, b: jnp.sin(a), "a"),
+        (lambda a, b: jnp.sin(a.T), "a"),
+        (lambda a, b: (jnp.sin(a), b.T), "a"),
+        (lambda a, b: a + b, "ab"),
+        (lambda a, b, x: (a @ x, jnp.sin(b)), "b"),
+        (lambda a, b, x: jnp.sin(a.T @ x), ""),
+    ],
+)
+def test_inputs_from_which_more_than_views_are_known(fun, want):
+    program = traced(fun, *3 * [(3, 3)]) if fun.__code__.co_argcount == 3 else traced(fun, (3, 3), (3, 3))
+    known = [True, True, False][: len(program.invars)]
+    assert names_of(program, _remat_order.read_as_more_than_views(program, known)) == list(want)
+
+
+def cheap(n):
+    def fun(a):
+        for _ in range(n):
+            a = a + 1
+        return a
+
+    return fun
+
+
+@pytest.mark.parametrize(
+    ("fun", "costly"),
+    [
+        (cheap(32), False),
+        (cheap(33), True),
+        (jax.jit(cheap(33)), True),
+        (jax.jit(cheap(32)), False),
+        (lambda a: jnp.sin(a), True),
+        (jax.jit(jnp.sin), True),
+        (lambda a: a / jnp.sqrt(jnp.sum(a * a)), False),
+        (lambda a: cheap(20)(a) * cheap(20)(a), True),
+        (lambda a: (lambda b: b * b)(cheap(30)(a)), False),
+        (lambda a: a * jnp.broadcast_to(jnp.sin(a[:2]), (4, 2, 8)).reshape(8, 8), False),
+        (lambda a: a * jnp.broadcast_to(jnp.sin(a[:4]), (2, 4, 8)).reshape(8, 8), True),
+        (lambda a: (a + 1).T.astype(jnp.bfloat16), False),
+    ],
+)
+def test_values_of_many_operations_for_each_entry_are_costly(fun, costly):
+    assert bool(_remat_order.costly_outputs(traced(fun, (8, 8)))) == costly
+
+
+# ---- rewrites
+
+
+def applied(f, *args):
+    """As ``apply`` computes an array."""
+    return recompute(lambda *args: f(*args[:-1]), *args, None)
+
+
+INLINED = {
+    "apply": (lambda w, x: x @ applied(jnp.sin, w), "sin dot_general"),
+    "in a call": (lambda w, x: jax.jit(lambda w, x: x @ applied(jnp.sin, w))(w, x), "sin dot_general"),
+    "in calls that are equal": (
+        lambda w, x: (lambda f: f(w, f(w, x)))(jax.jit(lambda w, x: x @ applied(jnp.sin, w))),
+        "sin dot_general sin dot_general",
+    ),
+    "not in a loop": (lambda w, x: lax.fori_loop(0, 2, lambda _, x: x @ applied(jnp.sin, w), x), "scan"),
+    "nor a call without one": (lambda w, x: jax.jit(lambda x: x @ w)(applied(jnp.sin, w)), "sin jit"),
+}
+
+
+@pytest.mark.parametrize("name", INLINED)
+def test_apply_and_calls_that_contain_it_are_inlined(name):
+    fun, want = INLINED[name]
+    program = traced(fun, (3, 3), (3, 3))
+    found, consts = _remat_rewrites.with_apply_inlined(program, [v.aval for v in program.invars])
+    assert [eqn.primitive.name for eqn in found.eqns] == want.split()
+    assert len(found.invars) == len(consts) + 2
+
+
+STACK = (12, 64, 64)  # three times as large as what is worth to be moved
+
+
+def scan_of(make):
+    def fun(*args):
+        *made, x = args
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, make(*made))[0]
+
+    return fun
+
+
+MOVED = {
+    "a normed weight": (scan_of(lambda g, v: g * jnp.sin(v)), [(12, 1, 64), STACK], 1),
+    "an input": (scan_of(lambda v: v), [STACK], 0),
+    "a small weight": (scan_of(jnp.sin), [(4, 64, 64)], 0),
+    "a weight of data": (scan_of(jnp.sin), [STACK], 0),
+    "a weight of all layers": (scan_of(lambda v: jnp.cumsum(v, 0)), [STACK], 0),
+    "a weight and one that stays": (
+        lambda v, w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, (w, jnp.sin(v)))[0],
+        [STACK, STACK],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_stacked_weights_are_computed_in_the_steps_of_a_scan(name):
+    fun, shapes, count = MOVED[name]
+    program = traced(fun, *shapes, (8, 64))
+    known = [*(name != "a weight of data" for _ in shapes), False]
+    found, consts = _remat_rewrites.move_into_scans(program, [v.aval for v in program.invars], known)
+    assert (found is program) == (count == 0)
+    (scan,) = (eqn for eqn in found.eqns if eqn.primitive.name == "scan")
+    inside = [eqn.primitive.name for eqn in scan.params["jaxpr"].jaxpr.eqns]
+    assert inside.count("sin") == count
+    if count:
+        assert all(eqn.primitive.name != "sin" for eqn in found.eqns)
+        args = [normal(*v.aval.shape, seed=i, scale=0.1) for i, v in enumerate(program.invars)]
+        got, want = jax.jit(lambda *args: (jaxprs.evaluate(found, [*consts, *args]), jaxprs.evaluate(program, args)))(
+            *args
+        )
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+
+
+def uniform(key, shape=(16, 64)):
+    return jax.random.uniform(key, shape)
+
+
+MASKS = {
+    "a mask": (lambda w, k: jnp.where(uniform(k) < 0.5, w, 0), 1),
+    "a mask and its opposite": (lambda w, k: (lambda m: jnp.where(m, w, 0) * jnp.where(~m, w, 1))(uniform(k) < 0.5), 1),
+    "two masks of the same numbers": (lambda w, k: (lambda u: jnp.where((u < 0.5) | (u > 0.7), w, 0))(uniform(k)), 2),
+    "numbers that are read too": (lambda w, k: (lambda u: jnp.where(u < 0.5, w, u))(uniform(k)), 0),
+    "numbers of another mask that are read": (
+        lambda w, k: (lambda u, v: jnp.where(u < v, w, 0) * jnp.where(v < 0.5, v, 0))(
+            uniform(k), uniform(jax.random.fold_in(k, 1))
+        ),
+        0,
+    ),
+    "a mask of data": (lambda w, k: jnp.where(w < 0.5, w, 0), 0),
+    "a small mask": (lambda w, k: jnp.where(uniform(k, (16, 62)) < 0.5, w[:, :62], 0), 0),
+    "a mask without a multiple of 8": (lambda w, k: jnp.where(uniform(k, (15, 71)) < 0.5, 1.0, 0), 0),
+    "a mask of fewer numbers": (lambda w, k: jnp.where(jnp.zeros((16, 64)) < uniform(k, (64,))[None], w, 0), 1),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_are_stored_whose_numbers_nothing_else_reads(name):
+    fun, count = MASKS[name]
+    program = traced(fun, (16, 64), KEY)
+    for known, want in (([True, True], count), ([False, True], count), ([True, False], 0)):
+        assert len(_remat_rewrites._masks_to_store(program, known)) == want
+    found, consts = _remat_rewrites.store_masks_in_bits(program, [v.aval for v in program.invars], [False, True])
+    assert (found is program) == (count == 0)
+    assert len(found.invars) == len(consts) + 2
+    stored = [eqn.outvars[0].aval for eqn in found.eqns if eqn.primitive.name == "name"]
+    assert [(x.shape, x.dtype) for x in stored] == [((2, 64), jnp.uint8)] * count
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((3, 16, 64), 1), ((1024,), 0), ((1016,), None), ((33, 33), None), ((129, 8), 1), ((8, 129), 0)]
+)
+def test_masks_are_packed_along_the_first_axis_of_whole_bytes(shape, axis):
+    assert _remat_rewrites._packed_axis(jax.typeof(np.zeros(shape, bool))) == axis
+
+
+def test_masks_are_what_they_were_when_they_are_unpacked():
+    masks = [np.random.default_rng(i).random(shape) < 0.5 for i, shape in enumerate([(3, 16, 64), (8, 129)])]
+    for got, mask in zip(
+        jax.jit(lambda masks: [*map(_remat_rewrites._read_from_bits, masks)])(masks), masks, strict=True
+    ):
+        np.testing.assert_array_equal(got, mask)
+
+
+# ---- what is stored
+
+
+def test_residuals_are_read_again_recomputed_or_stored():
+    def fun(w, x):
+        s = jnp.sin(w)
+        t = jnp.tanh(x @ s)
+        return t, jnp.cos(s), w, x, jnp.exp(t)
+
+    program = traced(fun, (3, 3), (2, 3))
+    is_known = dependence.known_variables(program, [True, False])
+    found = _remat_derivative._Residuals.of(program, program.outvars, is_known)
+    assert names_of(program, found.read) == ["a", "b"]
+    assert names_of(program, found.stored) == ["exp", "tanh"]
+    assert [eqn.primitive.name for eqn in found.recompute.eqns] == ["sin", "cos"]
+    forward = found.forward_call(program, 1, is_known)
+    assert [eqn.primitive.name for eqn in forward.program.eqns] == ["sin", "dot_general", "tanh", "exp"]
+    assert len(forward.program.outvars) == 1 + 2
+    assert list(forward.known_inputs) == [True, False]
+
+
+def plain(w, x):
+    return jnp.sum(jnp.tanh(x @ recompute(lambda w, _: jnp.sin(w), w, None)))
+
+
+def test_a_jax_in_whose_programs_nothing_is_found_is_refused(monkeypatch):
+    assert _factored._is_compatible()
+    assert _saved_residuals._is_compatible()
+    with monkeypatch.context() as patched:
+        patched.setattr(_factored, "weight_use", lambda *args: None)
+        assert not _factored._is_compatible()
+    with monkeypatch.context() as patched:  # Nothing is recomputed.
+        patched.setattr(_saved_residuals, "recomputing_function", lambda f, _: lambda *args: jaxprs.evaluate(f, args))
+        assert not _saved_residuals._is_compatible()
+    with monkeypatch.context() as patched:  # Values of weights and of data are not told apart.
+        patched.setattr(_saved_residuals, "_weight_and_data", lambda w, x: (w @ x, w @ x))
+        assert not _saved_residuals._is_compatible()
+    with monkeypatch.context() as patched:  # Activations are stored twice.
+
+        def with_one_more(program, known):
+            function = _remat_derivative.recomputing_function(program, known)
+            return lambda *args: [y * jnp.tanh(jnp.sum(args[-2]) * jnp.sum(args[-1])) for y in function(*args)]
+
+        patched.setattr(_saved_residuals, "recomputing_function", with_one_more)
+        assert not _saved_residuals._is_compatible()
+
+
+# ---- reports
+
+
+def test_a_report_is_a_table_of_two_parts():
+    rows = [("a", True), ("layer0", False), ("layer1", False), ("longer", True)]
+    report = Explained(tuple(Weight(path, "f32[2]", flag, "why") for path, flag in rows), "{} are so", ("so", "not so"))
+    assert repr(report).splitlines() == [
+        "2 of 4 are so",
+        "  so:",
+        "    a       f32[2]  why",
+        "    longer  f32[2]  why",
+        "  not so:",
+        "    layer0..1  2 x f32[2]  why",
+    ]
+    assert repr(Explained(report.weights[:1], "{} are so", ("so", "not so"))).count("\n") == 2
