@@ -145,7 +145,7 @@ def test_a_stage_may_refuse_other_lengths_in_its_own_way():
 
 
 def test_lengths_that_depend_on_each_other_are_found_across_one_that_does_not():
-    class Half(rpx.Reparametrization):
+    class TwiceAsLong(rpx.Reparametrization):
         """Its first axis is twice as long as its last."""
 
         raw_values = {"turned": rpx.stage.main()}
@@ -157,7 +157,7 @@ def test_lengths_that_depend_on_each_other_are_found_across_one_that_does_not():
         def apply_leaf(self, values):
             return values["turned"].T
 
-    expected = {"@half": {"turned": P("model", None, "data"), "thrice": P("data", None, "model")}}
+    expected = {"@twice_as_long": {"turned": P("model", None, "data"), "thrice": P("data", None, "model")}}
     assert found(Half(), P("data", None, "model"), (8, 6, 4)) == expected
 
 

@@ -243,7 +243,7 @@ def test_spectral_norm_of_a_kernel_of_attention_is_that_of_its_map(axes):
 UNSAID = (
     "expected a matrix, got shape (6, 2, 3). Say which axes are columns, such as columns=(1, 2) for (in, heads, dim) "
     "and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices are stacked (stacked=0), or "
-    "leave it out with `where`."
+    "exclude it with `where`."
 )
 
 
