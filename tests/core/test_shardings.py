@@ -158,7 +158,7 @@ def test_lengths_that_depend_on_each_other_are_found_across_one_that_does_not():
             return values["turned"].T
 
     expected = {"@twice_as_long": {"turned": P("model", None, "data"), "thrice": P("data", None, "model")}}
-    assert found(Half(), P("data", None, "model"), (8, 6, 4)) == expected
+    assert found(TwiceAsLong(), P("data", None, "model"), (8, 6, 4)) == expected
 
 
 def test_arrays_that_lie_on_a_mesh_say_their_specs():
