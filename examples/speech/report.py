@@ -102,9 +102,13 @@ def shown(name: str, folder: Path = RESULTS, settings: Settings | None = None) -
         "Word error rates in percent: of *unseen* voices, over all levels of noise (with a 95 % interval) and at\n"
         "each; of the voices *seen* in training; and of the *named* voices of espeak-ng."
     )
-    tuning = "The values that were tried, with their word error rates on development voices:"
-    parts = table(found, settings, family), compared(found, best), tuning, values(found, settings)
-    return "\n\n".join([f"**{NAMES[name]}**: {number}", legend, *parts])
+    return "\n\n".join([f"**{NAMES[name]}**: {number}", legend, table(found, settings, family), compared(found, best)])
+
+
+def tuning(name: str, folder: Path = RESULTS, settings: Settings | None = None) -> str:
+    """The values that were tried in a comparison, and which of them were chosen, once it is finished."""
+    found, settings = read(name, folder), settings or TABLES[name]
+    return f"**{NAMES[name]}**:\n\n{values(found, settings)}" if finished(found, settings) else ""
 
 
 def fixed_set(folder: Path = RESULTS) -> str:

@@ -479,12 +479,14 @@ def test_a_page_shows_a_comparison_only_once_it_is_finished(tmp_path):
     text = report.shown("digits_lstm", tmp_path, TINY)
     assert text.startswith("**digits_lstm is not finished**: `python -m examples.speech.cells digits_lstm` trains")
     assert "|" not in text
+    assert report.tuning("digits_lstm", tmp_path, TINY) == ""
     assert report.headline("digits_lstm", tmp_path, TINY) == "A comparison of word error rates is not finished."
     (tmp_path / "digits_lstm" / f"{last}.json").write_text(json.dumps(last._asdict() | found[last]))
     assert protocol.read("digits_lstm", tmp_path) == {cell: cell._asdict() | told for cell, told in found.items()}
     text = report.shown("digits_lstm", tmp_path, TINY)
     assert text.startswith("**LSTM with CTC**: 63 recognizers; 3 replicates, each with 48 unseen voices.")
-    assert "| weight noise | noise | 0.01: 9.0, **0.02: 7.0**, 0.04: 8.0 | of plain |" in text
+    values = report.tuning("digits_lstm", tmp_path, TINY)
+    assert "| weight noise | noise | 0.01: 9.0, **0.02: 7.0**, 0.04: 8.0 | of plain |" in values
     assert "| plain | 22.0 (17.0 to 27.0) | 22.0 | 22.0 | 22.0 | 22.0 | 32.0 | 22.0 |" in text
     assert "| SpecAugment | plain | -12.0 | -13.2 to -10.8 | 0.003 |" in text
     assert report.headline("digits_lstm", tmp_path, TINY) == (
