@@ -70,8 +70,8 @@ class WeightNorm(_PerChannel):
         always starts at ``w`` itself, so that the base of an adapter equals the weights of the model. ``init`` is
         therefore exact only for norms from 4e-34 to 5e33. In a slice of zeros, ``v`` trains first and ``g`` trains
         once ``v`` is nonzero.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales and, unless ``axis`` is given, embedding tables.
       stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
@@ -129,8 +129,8 @@ class WeightStandardization(_PerChannel, Constraint):
       axis: The feature axes, by number or by name, with one mean and one variance per index; for example, ``-1`` for a
         convolution's ``(height, width, in, out)``. Default: the outputs, as for :class:`WeightNorm`.
       outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales and, unless ``axis`` is given, embedding tables.
       stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:
@@ -253,8 +253,8 @@ class MaxNorm(_PerChannel, Constraint):
         dimension of an attention kernel ``(in, heads, dim)``. ``0`` bounds each row of an embedding, and None bounds
         the norm of the whole array. Default: the outputs, as for :class:`WeightNorm`.
       outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales and, unless ``axis`` is given, embedding tables.
       stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``axis`` does not count these axes.
 
     Raises:

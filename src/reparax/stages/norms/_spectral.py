@@ -200,8 +200,9 @@ class SpectralNorm(MatrixAxes, Constraint):
       kernel_dilation: The dilation of the kernel: one integer, or a tuple with an integer for each axis of the image.
       feature_group_count: The number of channel groups.
       outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales; with ``input_shape``, only arrays with two more dimensions than ``input_shape``.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales and, unless axes are given, embedding tables; with ``input_shape``, only arrays with two more dimensions
+        than ``input_shape``.
       stacked: Axes that stack independent arrays; see :class:`Reparametrization`.
 
     Raises:

@@ -167,8 +167,8 @@ class NByM(_Masked, Constraint):
         convolution, the default is the axis of input channels. If there are several other input axes, such as heads and
         their dimensions, the default is the last of them.
       outside: What ``init`` does with an array outside the constraint set; see :class:`Constraint`.
-      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales and, unless ``along`` is given, embedding tables.
       stacked: Axes that stack independent arrays; see :class:`Reparametrization`. ``along`` does not count these axes.
 
     Raises:
