@@ -130,8 +130,8 @@ def test_what_the_charts_are_said_to_show():
     def memory(examples, way):
         return RESULTS.median("batches", f"16 layers, {examples} examples, TPU v5p: temporary MiB", way)
 
-    assert "With few examples remat takes a tenth of the memory of apply" in text
-    assert 0.08 < memory(32, "remat") / memory(32, "apply") < 0.12
+    assert "With few examples remat takes an eighth of the memory of apply" in text
+    assert 0.11 < memory(32, "remat") / memory(32, "apply") < 0.14
     assert 1 < memory(8192, "apply") / memory(8192, "remat") < 1.1
 
 
