@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,16 @@ class Results:
         versions = f"jax {self.facts['jax']}, Python {self.facts['python']}, float32"
         return f"Measured on {', '.join(days)}: {where}, {versions}."
 
-    def table(self, script: str, titles: str, what: str) -> str:
-        """The tables of a script whose titles match, as one; its longer side runs down the page."""
+    def table(self, script: str, titles: str, what: str, shown: Collection[str] = ()) -> str:
+        """The tables of a script whose titles match, as one; its longer side runs down the page.
+
+        ``shown`` names the ways in it, where these are not all.
+        """
         matched = [(re.fullmatch(titles, title), rows) for title, rows in self.tables.get(script, {}).items()]
         chosen = {match[1]: rows for match, rows in matched if match}
-        ways = list(dict.fromkeys(name for rows in chosen.values() for name in rows))
+        ways = [
+            way for way in dict.fromkeys(name for rows in chosen.values() for name in rows) if way in (shown or [way])
+        ]
         grid = [[what, *ways]]
         grid += [[name, *[cell(rows[way]) if way in rows else "" for way in ways]] for name, rows in chosen.items()]
         if len(ways) > len(chosen):

@@ -40,15 +40,15 @@ def chosen(numbers: Found) -> dict[str, list[str]]:
 
 
 def tuning_table() -> str:
-    """A row for each way to tune, at its best rate: held-out loss, loss on the old text, numbers, time."""
+    """A row for each way to tune, at its best rate: held-out loss, loss on the old text, trained parameters."""
     numbers = found("tuning", RESULTS)
     before = numbers[UNTUNED]
     full = _gained(numbers, chosen(numbers)[FULL])
     gain = "share of full fine-tuning's gain"
-    head = ["tuned", "rate", "new text, held out", gain, "old text", "trained parameters", "seconds a step"]
-    rows = [["nothing", "", f"{before['new'][0]:.3f}", "", f"{before['old'][0]:.3f}", "0", ""]]
+    head = ["tuned", "rate", "new text, held out", gain, "old text", "trained parameters"]
+    rows = [["nothing", "", f"{before['new'][0]:.3f}", "", f"{before['old'][0]:.3f}", "0"]]
     for way, cells in chosen(numbers).items():
-        new, old, seconds = ([numbers[cell][what][0] for cell in cells] for what in ("new", "old", "seconds a step"))
+        new, old = ([numbers[cell][what][0] for cell in cells] for what in ("new", "old"))
         trained = int(numbers[cells[0]]["trained"][0])
         rows.append(
             [
@@ -58,7 +58,6 @@ def tuning_table() -> str:
                 f"{_gained(numbers, cells) / full:.0%}",
                 spread(old),
                 f"{trained:,}",
-                f"{np.median(seconds):.1f}",
             ]
         )
     return markdown(head, rows)
@@ -103,11 +102,8 @@ def hand_ratio() -> np.ndarray:
 
 def memory_table() -> str:
     """A row for each gradient."""
-    rows = [
-        [name, f"{cell['temporary'][0] / 2**20:.0f}", f"{cell['operations'][0] / 1e9:.1f}"]
-        for name, cell in found("memory", RESULTS).items()
-    ]
-    return markdown(["gradient", "temporary MiB", "operations (10⁹), a layer counted once"], rows)
+    rows = [[name, f"{cell['temporary'][0] / 2**20:.0f}"] for name, cell in found("memory", RESULTS).items()]
+    return markdown(["gradient", "temporary MiB"], rows)
 
 
 def rounding_table() -> str:

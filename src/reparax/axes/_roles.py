@@ -261,7 +261,7 @@ def check_axes(
     misfits_by_stage = list[Sequence[Misfit]]()
 
     def visit(stage: Any, tree: Flat) -> list[Any]:
-        """Records a stage's axis settings that do not fit the arrays in ``tree``; returns the stage unchanged."""
+        """Records which axis settings of a stage do not fit the arrays in ``tree``, and returns the stage."""
         misfits_by_stage.append(stage._unwrapped._misfits(tree))
         return [stage]
 

@@ -357,7 +357,7 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
         axes_at_path = different_axes.setdefault(leaf.path, [])
         if axes not in axes_at_path:
             axes_at_path.append(axes)
-        number = axes_at_path.index(axes)  # Copy n gets the n-th distinct axes of each path.
+        number = axes_at_path.index(axes)  # Copy n uses the n-th distinct setting of the axes at each path.
         leaves_of_copy.setdefault(number, []).append(leaf)
     return [_stage_at(stage, leaves) for leaves in leaves_of_copy.values()] if len(leaves_of_copy) > 1 else []
 

@@ -506,7 +506,7 @@ class Parametrization(Static, ABC):
         """Raises an error if the types of ``apply(values)``, for initial ``values``, would differ from ``arrays``."""
 
     def _check_values(self, values: RawValues, effective: Mapping[str, Any]) -> None:
-        """Raises an error if ``init`` would not return raw values of these types for arrays like ``effective``."""
+        """Raises an error unless ``init`` returns raw values of these types for arrays of the types ``effective``."""
 
     def _apply_at(self, site: Site, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
         """Computes the effective arrays from raw values, by name: ``{"w": w}`` from ``{"w": {"g": ..., "v": ...}}``.

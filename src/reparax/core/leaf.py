@@ -503,7 +503,7 @@ def _declares_terms(cls: type[Any]) -> bool:
     ``terms_leaf``, the result is False in two cases:
 
     - A subclass overrides only ``apply_leaf``, so the inherited terms no longer add up to the array.
-    - ``apply_leaf`` is the sum of ``terms_leaf``, so the terms can be read off its program without a record.
+    - ``apply_leaf`` computes the sum of ``terms_leaf``, so the terms can be read from its program.
     """
     class_of_terms = _defining_class(cls, "terms_leaf")
     class_of_formula = _defining_class(cls, "apply_leaf")

@@ -591,7 +591,7 @@ class Flat:
             # If the user gave `rows` or `columns`, the rows need not be the input axes.
             if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
                 return KnownAxes(why=f"it is a raw value of {makers[0] if makers else mark!r}, with axes of its own")
-            fields = vars(makers[0]) if len(makers) == 1 else {}  # The field `rank`, for example, is an axis size.
+            fields = vars(makers[0]) if len(makers) == 1 else {}  # A field such as `rank` is the size of an axis.
             axes = axes.of_factor(declared, {axis: n for axis, n in fields.items() if isinstance(n, int)})
         return axes
 

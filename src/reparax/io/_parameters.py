@@ -156,16 +156,15 @@ class Entry:
     def confirm_unambiguous_kernel(self, tensors: Iterable[Any]) -> Self:
         """Returns the entry, with its layout marked as known if ``tensors`` show that the JAX array is a convolution.
 
-        The number of axes of a tensor identifies a convolution, unless a transposed convolution or a stack of experts
-        would have a tensor of the same shape. A transposed convolution has the same shape if the numbers of inputs and
-        outputs are equal.
+        The number of axes of a tensor identifies a convolution, except where a transposed convolution or a stack of
+        experts has the same shape. A transposed convolution has it if the numbers of inputs and outputs are equal.
         """
         other_layouts = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
         other_shapes = [torch_shape(self.shape, layout) for layout in other_layouts]
         return self if torch_shape(self.shape, "kernel") in other_shapes else self.confirm_kernel(tensors)
 
     def confirm_kernel(self, tensors: Iterable[Any]) -> Self:
-        """Returns the entry, with the layout ``kernel`` marked as known if a tensor has as many axes as the JAX array.
+        """Returns the entry; marks its layout ``kernel`` as known if a tensor has as many axes as the JAX array.
 
         Call this only if the array cannot be the kernel of a transposed convolution.
         """

@@ -235,7 +235,7 @@ def _parameters_named_directly(config: Mapping[str, Any], targets: Mapping[str, 
 
 
 def is_loaded(config: Mapping[str, Any], tensor: str, suffix: str, name: str) -> bool:
-    """Returns whether PEFT's model has the tensor that a file stores under ``name``, and so loads it.
+    """Returns whether PEFT's model has a tensor with this ``name``; PEFT ignores tensors of a file that it lacks.
 
     ``tensor`` is the torch name of the parameter. ``suffix`` identifies a tensor of the parameter's adapter, and is
     empty for the parameter itself. Tensors are assumed to be loaded if the configuration names no modules, because only

@@ -936,7 +936,7 @@ def _rewrite(arguments: Arguments, call: Traced, *, all_is_data: bool = False) -
     the constants of the new program, which are its first inputs. ``call.program`` is not changed.
     """
     program = jaxprs.without_dead_code(call.program)  # Dead equations must not count as reads.
-    n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays are the first inputs, not data.
+    n_closed_over = len(call.inputs) - len(arguments.arrays)  # Closed-over arrays come first, then the data.
     flags = [(i < n_closed_over or flag) and not all_is_data for i, flag in enumerate(call.is_chosen)]
     # Formulas of inputs have negative indices, and formulas of equations have indices from 0 on.
     facts = [
