@@ -129,6 +129,27 @@ def test_codes_give_the_weights_for_which_they_stand():
         assert_equal(p.original(moved(p.init(PARAMS, KEY))), want)
 
 
+class Drifting(rpx.Reparametrization):
+    """Adds a trained array to fixed weights; ``update`` adds half of it to the fixed weights themselves."""
+
+    raw_values = {"base": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"base": w, "x": jnp.zeros_like(w)}
+
+    def apply_leaf(self, values):
+        return values["base"] + values["x"]
+
+    def update_leaf(self, values):
+        return {"base": values["base"] + values["x"] / 2}
+
+
+def test_a_fixed_copy_that_update_changes_is_no_original():
+    raw = Drifting().init(PARAMS)
+    with pytest.raises(ValueError, match="expected one raw value that alone holds the array that `init` received"):
+        Drifting().original(raw)
+
+
 def test_one_stage_is_undone_and_the_others_are_kept():
     p = rpx.MagnitudePruning(0.5) >> rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1)
     raw = moved(p.init(PARAMS))

@@ -18,6 +18,7 @@ import pytest
 from errors import raises
 from jax.experimental import io_callback, pallas
 from jax.extend.core import primitives
+from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -123,19 +124,23 @@ def test_the_gradient_of_a_program_has_the_equations_and_lines_that_jax_gives_it
     assert {str(key): n for key, n in equations(got).items()} == {str(key): n for key, n in equations(want).items()}
 
 
-def test_the_derivative_of_equal_equations_is_worked_out_once():
+@pytest.mark.parametrize("has_body", [True, False])
+def test_the_derivative_of_equal_equations_is_worked_out_once(has_body):
     worked = []
 
-    @jax.custom_jvp
-    def twice(x):
-        return 2 * x
-
-    @twice.defjvp
     def derived(primals, tangents):
         worked.append(primals)
         return twice(*primals), 2 * tangents[0]
 
-    once = inlined(twice)
+    if has_body:
+        twice = jax.custom_jvp(lambda x: 2 * x)
+        twice.defjvp(derived)
+        once = inlined(twice)
+    else:
+        primitive = jax.extend.core.Primitive("twice")
+        primitive.def_abstract_eval(lambda x: x)
+        ad.primitive_jvps[primitive] = derived
+        once = twice = primitive.bind
     held = program(lambda x: once(once(once(x))), 1.0)
     assert jax.make_jaxpr(jax.grad(lambda x: jaxprs.evaluate(held, [x])[0]))(1.0).eqns
     assert len(worked) == 1

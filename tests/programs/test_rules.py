@@ -343,12 +343,13 @@ def test_parts_of_one_structure_are_joined_into_one_product():
     assert [f.fixed for f in rules.make_sum(eqn, [fixed, fixed], [FREE] * 2).products[1].factors] == [True]
 
 
-def test_a_stack_joins_along_a_new_axis():
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_stack_joins_along_a_new_axis(axis):
     """As newer versions of JAX write it."""
-    eqn = one(lambda v, w: lax.concatenate([v, w], 1), W64[:, None], W64[:, None])
-    stacked = eqn.replace(primitive=Primitive("stack"), params={"axis": 1})
+    eqn = one(lambda v, w: lax.concatenate([v, w], axis), *2 * [np.expand_dims(W64, axis)])
+    stacked = eqn.replace(primitive=Primitive("stack"), params={"axis": axis})
     v, w = SUMS["two"], SUMS["low-rank"]
-    want = np.stack([array_of_sum(v), array_of_sum(w)], 1)
+    want = np.stack([array_of_sum(v), array_of_sum(w)], axis)
     np.testing.assert_array_equal(array_of_sum(rules.make_sum(stacked, [v, w], [FREE, FREE])), want)
 
 

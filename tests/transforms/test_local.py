@@ -620,6 +620,7 @@ SHARED = {
     "side by side": (pairs, NOISE, "concatenate"),
     "a square": (lambda w, x: x @ jnp.square(w["w"]), NOISE, "square"),
     "rows without data": (lambda w, x: x @ (jnp.ones((3, 3)) @ w["w"]), NOISE, "dot_general"),
+    "a sum of one draw": (lambda w, x: x @ (jnp.repeat(w["w"][..., None], 2, 2) @ jnp.ones(2)), NOISE, "dot_general"),
     "both sides": (lambda w, x: x @ (w["w"] @ w["w"]), NOISE, "dot_general"),
     "carried": (carried, NOISE, "scan"),
     "float16": (lambda w, x: x.astype(jnp.float16) @ w["w"].astype(jnp.float16), NOISE, "convert_element_type"),
@@ -628,7 +629,8 @@ SHARED = {
 
 
 @pytest.mark.parametrize(
-    "name", mostly_thorough(SHARED, "factorized", "carried", "repeated", "more digits", "a square")
+    "name",
+    mostly_thorough(SHARED, "factorized", "carried", "repeated", "a sum of one draw", "more digits", "a square"),
 )
 def test_one_draw_for_all(name):
     network, p, reader = SHARED[name]

@@ -195,6 +195,7 @@ MOVED = {
     "an input": (scan_of(lambda v: v), [STACK], 0),
     "a small weight": (scan_of(jnp.sin), [(4, 64, 64)], 0),
     "a weight of data": (scan_of(jnp.sin), [STACK], 0),
+    "a weight for each of n layers": (scan_of(jnp.sin), [(*jax.export.symbolic_shape("n"), 64, 64)], 0),
     "a weight of all layers": (scan_of(lambda v: jnp.cumsum(v, 0)), [STACK], 0),
     "a weight and one that stays": (
         lambda v, w, x: lax.scan(lambda x, w: (jnp.tanh(x @ w[0] @ w[1]), None), x, (w, jnp.sin(v)))[0],
