@@ -5,16 +5,20 @@ import numpy as np
 from reparax.programs.sums import Circulant, Factor, Label, Product, Segments, Sum
 
 
+def shape_of(product):
+    return tuple(int(np.prod([x.size for x in group])) for group in product.axes)
+
+
 def array_of(product):
     """The array of a product, with each merged axis as one: a label on a second axis is tied to the first by an eye."""
     number = {}
     terms = [(np.asarray(f.dense), [number.setdefault(x, len(number)) for x in f.labels]) for f in product.factors]
-    output, sizes = [], [int(np.prod([x.size for x in group])) for group in product.axes]
+    output = []
     for label in product.labels_of_axes:
         i = number.setdefault(label, len(number))
         output.append(i if i not in output else 40 + len(output))
         terms.append((np.ones(label.size), [i]) if output[-1] == i else (np.eye(label.size), [i, output[-1]]))
-    return np.einsum(*(part for term in terms for part in term), output).reshape(sizes)
+    return np.einsum(*(part for term in terms for part in term), output).reshape(shape_of(product))
 
 
 def array_of_sum(x):
@@ -37,7 +41,7 @@ def product(axes, *factors, fixed=()):
 
 
 def sum_of(*products, dtype=np.float32):
-    return Sum(tuple(products), array_of(products[0]).shape, np.dtype(dtype), None, "made here")
+    return Sum(tuple(products), shape_of(products[0]), np.dtype(dtype), None, "made here")
 
 
 PRODUCTS = {
