@@ -15,7 +15,13 @@ known_below_one = arguments.number_that(lambda x: x < 1, "takes less than 1.", k
 word = arguments.one_of(Literal["one", "two", "three"])
 
 TAKEN = {
-    arguments.check_number: [(2, 2.0), (np.int8(2), 2.0), (np.float32(0.1), 0.1), (np.array(0.1, np.float32), 0.1), (NAN, NAN)],
+    arguments.check_number: [
+        (2, 2.0),
+        (np.int8(2), 2.0),
+        (np.float32(0.1), 0.1),
+        (np.array(0.1, np.float32), 0.1),
+        (NAN, NAN),
+    ],
     arguments.check_known_number: [(2, 2.0), (np.array(0.1, np.float32), 0.1)],
     arguments.check_positive_number: [(1e-9, 1e-9)],
     below_one: [(-1, -1.0)],
