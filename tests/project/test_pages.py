@@ -88,6 +88,12 @@ def test_pages_keep_within_their_words():
     assert sum(map(WORDS.words, WORDS.BUDGETS)) <= WORDS.TOTAL
 
 
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.stem)
+def test_no_line_is_taken_for_a_comment(path):
+    """MyST leaves out a line that begins with a percent sign, as a wrapped one may."""
+    assert [line for line in path.read_text().splitlines() if line.startswith("%")] == []
+
+
 def test_the_sidebar_has_these_pages_and_the_others_stand_outside():
     groups = re.findall(
         r"```\{toctree\}\n:hidden:\n:caption: [^\n]+\n\n(.*?)```", (DOCS / "conf.py").read_text(), flags=re.DOTALL
