@@ -292,8 +292,8 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
     raw = p.init(like, jax.random.key(0))
     with raises(
         ValueError,
-        f"to_peft cannot write this adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\nMerge "
-        "it with `p.fold(raw)`.",
+        f"to_peft cannot write this adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\n"
+        "Otherwise, merge the adapter with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
 
