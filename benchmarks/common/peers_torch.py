@@ -91,7 +91,7 @@ def of_torch(task: str, *, compiled: bool = False) -> Make:
     def make(weights: Arrays, x: Any, y: Any) -> Step:
         layers = [torch.nn.Linear(*w.shape, bias=False) for w in weights]
         for layer, w in zip(layers, weights, strict=True):
-            layer.weight = torch.nn.Parameter(on_device(w.T))
+            layer.weight = torch.nn.Parameter(on_device(w.T).contiguous())  # else torch draws slowly
             for register in REGISTERED[task]:
                 register(layer)
         model = torch.nn.Sequential(*[each for layer in layers for each in (layer, torch.nn.ReLU())][:-1])
