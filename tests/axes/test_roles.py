@@ -689,3 +689,21 @@ def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
         lambda params, x: x @ params["w"].astype(jnp.float32), {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
     )
     assert found["w"] == Role(why="it is not an array of floating numbers", shape=(3, 2), dtype=jnp.int8)
+
+
+def test_members_of_an_ensemble_are_told_apart_where_rows_are_added_between_its_layers():
+    """The addition shows that the rows were looked up; it reads no outputs of the first layer."""
+
+    def forward(p, x):
+        h = jnp.einsum("bi,mio->mbo", x, p["first"]) + p["rows"][jnp.arange(9)]
+        return jnp.einsum("mbo,mop->mbp", jnp.tanh(h), p["last"])
+
+    shapes = {"first": (3, 5, 6), "rows": (20, 6), "last": (3, 6, 4)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    with jax.numpy_rank_promotion("allow"):
+        found = rpx.roles(forward, params, jax.ShapeDtypeStruct((9, 5), jnp.float32))
+    assert {name: (role.stacked, role.inputs, role.outputs) for name, role in found.items()} == {
+        "first": ((0,), (1,), (2,)),
+        "rows": ((), (0,), (1,)),
+        "last": ((0,), (1,), (2,)),
+    }

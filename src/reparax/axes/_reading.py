@@ -171,15 +171,18 @@ def _combine_alternatives(values: Sequence[Value], selector: Source = Source.CON
     """Returns one ``Value`` for an array that may be any of several alternatives, such as branch outputs of a cond.
 
     The source of the result (constant < weight < data) is the largest among the alternatives and ``selector``, the
-    source of the array that selects an alternative. All other facts are the unions of those of the alternatives.
+    source of the array that selects an alternative. An alternative with a smaller source, such as a branch that returns
+    zeros, contributes only its axes.
     """
+    source = max(selector, *(value.source for value in values))
+    of_this_source = [value for value in values if value.source is source]
     return Value(
         tuple(map(combined, zip(*(value.axes for value in values), strict=True))),
-        max(selector, *(value.source for value in values)),
-        stacked=union(value.stacked for value in values),
-        unread_outputs=union(value.unread_outputs for value in values),
-        mixed_outputs=union(value.mixed_outputs for value in values),
-        products_if_rows=union(value.products_if_rows for value in values),
+        source,
+        stacked=union(value.stacked for value in of_this_source),
+        unread_outputs=union(value.unread_outputs for value in of_this_source),
+        mixed_outputs=union(value.mixed_outputs for value in of_this_source),
+        products_if_rows=union(value.products_if_rows for value in of_this_source),
     )
 
 

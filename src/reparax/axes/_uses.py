@@ -101,12 +101,12 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         source, axes = _source_of_outputs(view, operands), axes_of(view, operands)
         if source is Source.WEIGHT:
             return self._read_weights(view, operands, axes, line)
-        products = self._add_reads(view, operands, line)
+        products = self._add_reads(view, operands, line) if source is Source.DATA else []
         outputs = union(product.outputs for product in products)
         outs = [Value(axes_of_out, source, unread_outputs=outputs) for axes_of_out in axes]
         data = [value for value in operands if value.source is Source.DATA]
         # A product with a weight reads the outputs of earlier products. All other equations pass these outputs on.
-        if not data or products:
+        if not data or (products and contraction_of(view) is not None):
             return outs
         return [self._pass_on_outputs(view, operands, data, out) for out in outs]
 
