@@ -64,9 +64,8 @@ class Results:
         """
         matched = [(re.fullmatch(titles, title), rows) for title, rows in self.tables.get(script, {}).items()]
         chosen = {match[1]: rows for match, rows in matched if match}
-        ways = [
-            way for way in dict.fromkeys(name for rows in chosen.values() for name in rows) if way in (shown or [way])
-        ]
+        found = dict.fromkeys(name for rows in chosen.values() for name in rows)
+        ways = [way for way in found if not shown or way in shown]
         grid = [[what, *ways]]
         grid += [[name, *[cell(rows[way]) if way in rows else "" for way in ways]] for name, rows in chosen.items()]
         if len(ways) > len(chosen):

@@ -344,7 +344,7 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """
     activated = _activated_by_mask(before, after)
     paths, leaves, treedef = flatten_with_names(state)
-    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x)})
+    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x) and FIXED not in path})
 
     def reset(x: Any, raw_path: Names | None) -> Any:
         if raw_path is None or not is_array(x) or not is_aligned(raw_path):
@@ -357,13 +357,13 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     return treedef.unflatten(list(map(reset, leaves, raw_paths)))
 
 
-def _raw_paths(state_paths: Sequence[Names], known_paths: AbstractSet[Names]) -> list[Names | None]:
+def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
     """Maps each path in an optimizer state to the raw path that it ends with: ``0/mu/w/@rigl/w`` to ``w/@rigl/w``.
 
     A path that ends with no raw path, such as the path of a counter, maps to None. If a path ends with several raw
     paths, the one whose prefix, here ``0/mu``, occurs in the most paths is chosen, because a raw tree begins there.
     """
-    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in known_paths] for path in state_paths]
+    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
     counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
 
     def raw_path(path: Names, starts: Sequence[int]) -> Names | None:
