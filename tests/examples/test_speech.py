@@ -526,7 +526,7 @@ def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_a
         f"VarNoise({protocol.settled('weight noise')[1]:g} * on)",
         f'RECURRENT = "{settings.RECURRENT}"',
         f"The {len(families)} voices that espeak-ng ships are a second test, in {len({*families.values()})} families",
-        f"correlate by {replicates.ALIKE}",
+        f"correlate by at least {replicates.ALIKE}",
         f"{words[fewer.replicates]} replicates of {words[len(fewer.ways)]} ways",
     ):
         assert said in text
@@ -536,7 +536,7 @@ def test_the_page_says_what_the_settings_are_and_its_chain_has_the_values_that_a
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("digits_lstm", "SpecAugment lowers the word error rate of unseen voices from {} to {} %."),
+        ("digits_lstm", "SpecAugment lowers the word error rate of unseen voices from {} % to {} %."),
         ("digits_attention", "With an attention decoder, SpecAugment lowers it from {} to {} %"),
     ],
 )
