@@ -112,7 +112,7 @@ def test_the_gradient_of_an_array_that_the_effective_tree_lacks_is_zero():
     raw = p.init({**ONES, "tied": ONES["w"]})
     assert value(p.update(raw, grads={**ONES, "tied": 2 * ONES["w"]}), "told").tolist() == [3, 3]
     p = rpx.Chain((Told(where="n"),))
-    raw = {"n": {"@told": {"@fixed": {"told": np.zeros(2, int)}, "x": np.ones(2, int)}}, **ONES}
+    raw = {"n": {"@told": {"@fixed": {"told": np.zeros(2, np.float32)}, "x": np.ones(2, int)}}, **ONES}
     assert value(p.update(raw, grads={"n": None, **ONES}), "told").tolist() == [0, 0]
 
 
