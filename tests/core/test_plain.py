@@ -141,3 +141,22 @@ def test_a_mapping_without_names_keeps_its_order_and_what_is_beside_its_items() 
     found = p.apply(p.init(tree), jax.random.key(0))
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     np.testing.assert_array_equal(found.extra, tree.extra)
+
+
+class Sorted(dict[str, Any]):
+    """A mapping without names, made from a dict, whose children JAX has in the order of their names."""
+
+
+jax.tree_util.register_pytree_node(
+    Sorted,
+    lambda tree: ([tree[name] for name in sorted(tree)], tuple(sorted(tree))),
+    lambda names, xs: Sorted(zip(names, xs, strict=True)),
+)
+
+
+def test_a_mapping_that_is_made_from_a_dict_gives_names_and_comes_back() -> None:
+    p, tree = rpx.WeightNorm(axis=-1), Sorted(z=Sorted(kernel=ONES), a=BIAS)
+    raw = p.init(tree)
+    assert p.raw_paths(tree) == {"a": "a", "z/kernel": "z/kernel"}
+    assert (type(raw), type(raw["z"]), type(p.fold(raw)["z"])) == (Sorted, Sorted, Sorted)
+    np.testing.assert_allclose(p.fold(raw)["z"]["kernel"], ONES, rtol=1e-6)

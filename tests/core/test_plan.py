@@ -115,6 +115,16 @@ def test_an_empty_tuple_at_a_tied_place_stays_one():
     assert jax.tree.structure(p.update(raw)) == jax.tree.structure(raw)
 
 
+def test_a_path_is_owned_by_those_that_hold_its_values():
+    params = dict.fromkeys("abcd", W)
+    copies = rpx.Tie({"b": "a"}) >> rpx.WeightNorm(axis=-1) >> rpx.Tie({"c": "b", "d": "a"})
+    assert copies.raw_paths(params) == dict.fromkeys("abcd", "a")
+    sums = rpx.Tie({"c": (("a", "b"), jnp.add)}, unequal="overwrite") >> rpx.Tie({"d": "c"}, unequal="overwrite")
+    assert sums.raw_paths(params) == {"a": "a", "b": "b", "c": ("a", "b"), "d": ("a", "b")}
+    twice = rpx.Tie({"b": "a"}) >> rpx.Tie({"c": (("a", "b"), jnp.add), "d": "b"}, unequal="overwrite")
+    assert twice.raw_paths(params) == dict.fromkeys("abcd", "a")
+
+
 class Gained(rpx.stage.Joint):
     """A gain for each output, beside a kernel and its bias."""
 
