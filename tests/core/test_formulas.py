@@ -59,6 +59,34 @@ class Polar(rpx.Reparametrization):
         return jnp.log(values["radius"])
 
 
+class Complex(rpx.Reparametrization):
+    """Two rows as the parts of complex numbers."""
+
+    def init_leaf(self, w):
+        return {"z": jax.lax.complex(w[0], w[1])}
+
+    def apply_leaf(self, values):
+        return jnp.stack([values["z"].real, values["z"].imag])
+
+    def log_det_leaf(self, values):
+        return jnp.zeros(())
+
+
+class Phase(rpx.Reparametrization):
+    """Complex numbers of length one."""
+
+    dtypes = jnp.complexfloating
+
+    def init_leaf(self, w):
+        return {"angle": jnp.angle(w)}
+
+    def apply_leaf(self, values):
+        return jax.lax.complex(jnp.cos(values["angle"]), jnp.sin(values["angle"]))
+
+    def log_det_leaf(self, values):
+        return jnp.zeros(())
+
+
 class OfSeveral(rpx.stage.Joint):
     """Arrays as they are, of which none costs anything."""
 
@@ -69,7 +97,7 @@ class OfSeveral(rpx.stage.Joint):
         return {name: held["x"] for name, held in values.items()}
 
 
-TOLD, DRAWN, POLAR, JOINT = Told(), Drawn(), Polar(), OfSeveral()
+TOLD, POLAR, PHASE, JOINT = Told(), Polar(), Phase(), OfSeveral()
 SYMMETRIC, SIMPLEX, SCALE = rpx.matrices.Symmetric(), rpx.numbers.Simplex(along=-1), rpx.numbers.Scale(2.0)
 
 
@@ -159,6 +187,7 @@ def test_a_penalty_is_the_sum_of_those_of_all_stages_and_arrays(p, expected):
         (POLAR, {"w": np.float32([3, 4]), "v": np.float32([0, 2])}, np.log(10)),
         (SCALE >> Polar(), {"w": np.float32([3, 4])}, np.log(5) + 2 * np.log(2)),
         (SCALE, {"w": np.zeros((2, 3), np.complex64)}, 12 * np.log(2)),
+        (Complex() >> SCALE, {"w": np.zeros((2, 3), np.float32)}, 6 * np.log(2)),
         (SCALE >> SYMMETRIC, {"w": np.zeros((3, 3), np.float32)}, 6 * np.log(2)),
         (rpx.Freeze(where="v") >> SCALE, {"w": np.zeros(2, np.float32), "v": np.zeros(5, np.float32)}, 2 * np.log(2)),
         (rpx.Freeze() >> POLAR, {"w": np.float32([3, 4])}, 0),
