@@ -76,6 +76,7 @@ def test_a_stage_is_a_chain_of_one():
     assert other not in stage
     with pytest.raises(IndexError):
         stage[1]
+    assert rpx.Chain()  # true, though it has no stages
     for p in (stage, stage >> other):  # a loop over any chain
         assert rpx.Chain(tuple(each for each in p))._parts == p._parts
 

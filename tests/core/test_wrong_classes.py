@@ -106,9 +106,9 @@ def shorter(self, values):
     return {"n": values["n"][:1]}
 
 
-def returned(method, formula, stacked=()):
+def returned(method, formula, stacked=(), **members):
     """What is said of the result of a method, which is called under ``jit`` and computes nothing."""
-    p, verb = wrong(Counted, **{method: formula})(stacked=stacked), method.removesuffix("_leaf")
+    p, verb = wrong(Counted, **{method: formula}, **members)(stacked=stacked), method.removesuffix("_leaf")
     jax.eval_shape(lambda w: getattr(p, verb)(p.init({"w": w})), jnp.ones((3, 3)))
 
 
