@@ -14,6 +14,7 @@ from errors import table
 from one_array import normal
 
 import reparax as rpx
+from reparax.core.matrices import RowsAndColumns
 
 COUNT = 3
 
@@ -238,6 +239,46 @@ def test_columns_before_rows():
     assert bool(contained(rpx.matrices.Triangular(), w))
     assert bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w.T))
     assert not bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w))
+
+
+class OfRows(RowsAndColumns):
+    """A value that has rows alone."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows",))}
+    starts_elsewhere = True
+
+    def init_leaf(self, w):
+        return {"x": w[:, 0]}
+
+    def apply_leaf(self, values):
+        return values["x"][:, None] + jnp.zeros((1, self.width))
+
+    width = 6
+
+
+class OfColumns(OfRows):
+    """A value that has columns alone."""
+
+    raw_values = {"x": rpx.stage.main(axes=("columns",))}
+
+
+class OfBoth(OfRows):
+    """A value that has rows alone, beside the array itself."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows",)), "base": rpx.stage.fixed(base=True)}
+
+    def init_leaf(self, w):
+        return {"x": w[:, 0], "base": w}
+
+    def apply_leaf(self, values):
+        return values["x"][:, None] + 0 * values["base"]
+
+
+def test_the_sizes_of_several_columns_come_from_a_value_that_has_them():
+    raw = OfBoth(rows=0).init({"w": KERNEL})
+    np.testing.assert_array_equal(OfBoth(rows=0).apply(raw)["w"], np.broadcast_to(KERNEL[:, :1, :1], KERNEL.shape))
+    matrix = {"w": KERNEL.reshape(6, 6)}
+    np.testing.assert_array_equal(OfRows().apply(OfRows().init(matrix))["w"], np.repeat(matrix["w"][:, :1], 6, 1))
 
 
 # ---- errors
