@@ -160,6 +160,11 @@ def test_trained_values_are_moved_by_stages_that_say_so():
     assert value(p.update(raw, grads=ONES), "x").tolist() == [2, 2]
 
 
+def test_a_value_that_a_raw_tree_holds_as_trained_is_left_to_the_optimizer():
+    trained = {"w": {"@told": {"x": ONES["w"], "told": ONES["w"]}}}
+    assert value(TOLD.update(trained, grads=ONES), "told").tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("p", "expected"),
     [
