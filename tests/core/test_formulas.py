@@ -87,6 +87,15 @@ class Phase(rpx.Reparametrization):
         return jnp.zeros(())
 
 
+class Halved(rpx.Perturbation):
+    """Half of each number, in place."""
+
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w / 2
+
+
 class OfSeveral(rpx.stage.Joint):
     """Arrays as they are, of which none costs anything."""
 
@@ -173,6 +182,7 @@ def test_a_value_that_a_raw_tree_holds_as_trained_is_left_to_the_optimizer():
         (SCALE >> Told(where="w"), 2.0),
         (rpx.VarNoise(0.1) >> Told(stacked=0), 2.0),
         (TOLD >> Moving(), 4.0),
+        (Halved() >> Halved() >> TOLD, 0.5),
         (JOINT, 0.0),
         (rpx.Tie({"v": "w"}), 0.0),
         (POLAR, 0.0),
