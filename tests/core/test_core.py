@@ -89,6 +89,14 @@ def test_a_chain_is_the_composition_of_its_stages():
     np.testing.assert_allclose((a >> b).apply(raw)["w"], params["w"], rtol=1e-6)
 
 
+def test_nothing_is_frozen_where_no_array_is_floating_and_no_selection_is_given():
+    params = {"n": np.arange(3)}
+    assert rpx.Freeze().init(params)["n"] is params["n"]
+    for p, tree in ((rpx.Freeze(), {}), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
+        with pytest.raises(ValueError, match="selects nothing"):
+            p.init(tree)
+
+
 def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     params = model()
     base = rpx.WeightNorm(axis=-1)

@@ -195,3 +195,21 @@ def test_what_can_be_called_and_what_is_unknown():
 def test_names_that_are_no_argument_or_no_family():
     assert names.instead_of("x", []) == "It takes none."
     assert names._suggest("testing") == ". It is a module: `import reparax.testing`."
+
+
+def test_only_a_jax_that_lacks_something_is_named(monkeypatch):
+    def missing(name):
+        def fail(module):
+            raise ImportError(f"No module named {name!r} (from somewhere)", name=name)
+
+        return fail
+
+    monkeypatch.setattr(names.importlib, "import_module", missing("jax._src.new"))
+    with pytest.raises(
+        ImportError, match=r"^reparax does not work with JAX .* \(No module named 'jax._src.new'\)\. It"
+    ) as error:
+        names._import_module("reparax.axes")
+    assert error.value.name == "jax._src.new"
+    monkeypatch.setattr(names.importlib, "import_module", missing("flax.nnx"))
+    with pytest.raises(ImportError, match=r"^No module named 'flax.nnx'"):
+        names._import_module("reparax.axes")

@@ -14,7 +14,7 @@ from errors import table
 from one_array import normal
 
 import reparax as rpx
-from reparax.core.matrices import RowsAndColumns
+from reparax.core.matrices import Layout, RowsAndColumns
 
 COUNT = 3
 
@@ -239,6 +239,28 @@ def test_columns_before_rows():
     assert bool(contained(rpx.matrices.Triangular(), w))
     assert bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w.T))
     assert not bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w))
+
+
+def test_axes_are_merged_and_split_as_a_layout_says():
+    layout = Layout((0,), (1, 2), {"rows": (8,), "columns": (3, 4)})
+    w, v = np.arange(96).reshape(8, 3, 4), np.arange(24).reshape(2, 3, 4)
+    np.testing.assert_array_equal(layout.merge(None, w), w.reshape(8, 12))
+    np.testing.assert_array_equal(layout.split_array(w.reshape(8, 12)), w)
+    np.testing.assert_array_equal(layout.merge(("rank", "columns"), v), v.reshape(2, 12))
+    np.testing.assert_array_equal(layout.split_value(("rank", "columns"), v.reshape(2, 12)), v)
+    assert layout.merge((), v) is v
+    assert layout.split_value((), w[0, 0, 0]) == 0
+    assert layout.split_array(v) is v
+    assert layout.sizes_of(("rank", "columns"), v) == [(2,), (3, 4)]
+    turned = Layout((2,), (0, 1), {"rows": (4,), "columns": (8, 3)})
+    np.testing.assert_array_equal(turned.merge(None, w), np.moveaxis(w, 2, 0).reshape(4, 24))
+    np.testing.assert_array_equal(turned.split_array(turned.merge(None, w)), w)
+    square = Layout((0, 1), (2, 3), {"rows": (2, 3)})
+    assert square.split_array(np.zeros((6, 6))).shape == (2, 3, 2, 3)
+    both = ("rows", "columns")
+    alike = [x.merges_alike(*axes) for x in (layout, turned) for axes in ((None, both), (both, None), (both, both))]
+    assert alike == [True, True, True, False, False, True]
+    assert not layout.merges_alike(None, ("rows", "rank"))
 
 
 class OfRows(RowsAndColumns):
