@@ -93,6 +93,17 @@ class Passed(rpx.Reparametrization):
         return values["x"]
 
 
+def test_what_a_class_of_ones_own_is_unless_it_says_so():
+    false = "stochastic changes_type straight_through moves_weights needs_update starts_elsewhere draws_by_type"
+    false += " overcomplete elementwise any_matrix transposes random_init has_update _in_place _takes_base _is_layout"
+    stage = Passed()
+    assert {name: getattr(stage, name) for name in false.split()} == dict.fromkeys(false.split(), False)
+    assert (stage.needs_axes, stage.acts_on_embeddings, stage.min_ndim, stage.dtypes) == (True, True, 0, jnp.inexact)
+    assert (stage.update_reads, stage._converts, stage.by_roles, stage._axis_fields) == ((), (), {}, ())
+    assert (stage._convert(stage, {"x": 1}, {"x": 2}), stage._grown_values(stage)) == ({"x": 1}, ())
+    assert (stage.deterministic, stage._unwrapped, stage._parts) == (stage, stage, (stage,))
+
+
 def wrong(base=Passed, **members):
     """The class with some of its members written wrongly."""
     return type("Wrong", (base,), members)
