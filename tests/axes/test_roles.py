@@ -303,6 +303,16 @@ USES = {
         ([jax.ShapeDtypeStruct((3, 3, 3), FLOAT)], jax.ShapeDtypeStruct((3, 3), FLOAT)),
         [((0, 1, 2), (0, 1, 2), (0,))],
     ),
+    "a number that is data or that rows of a table give": (
+        lambda p, x: x @ ((p[0] * jax.lax.cond(x[0, 0] > 0, lambda: x[0, 0], lambda: p[2][KEEP].sum())) @ p[1]),
+        ([W, V, shaped(9, 3)], X),
+        [DENSE, DENSE, NONE],
+    ),
+    "a number of chosen rows, repeated, that scales constants": (
+        lambda p, x: x @ (p[0] * (np.ones(4, np.float32) * jnp.broadcast_to(p[1][KEEP].max(0), (4,)))),
+        ([W, shaped(9, 1)], X),
+        [DENSE, NONE],
+    ),
     "a weight that data choose": (partial(one_of_two, of_data=True), ([W], X), [NONE]),
     "a weight that a constant chooses": (partial(one_of_two, of_data=False), ([W], X), [DENSE]),
     "either of two layers of different stacks": (
@@ -330,6 +340,16 @@ USES = {
     ),
     "other entries from the second step on": (
         lambda p, x: scan(lambda g, _: (x[:3, 0], x @ (p[0] * g[:, None])), jnp.full((3,), x[0, 0]), None, 2),
+        ([W], X),
+        [NONE],
+    ),
+    "other pairs from the second step on": (
+        lambda p, x: scan(
+            lambda g, _: (jnp.broadcast_to(x[:2, :1], (2, 2)).reshape(4), x @ (p[0] * g)),
+            jnp.broadcast_to(x[0, 0], (2, 2)).reshape(4),
+            None,
+            2,
+        ),
         ([W], X),
         [NONE],
     ),
@@ -560,7 +580,14 @@ def with_a_bias_for_others_too(params, x):
     return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"]), jnp.einsum("tef,ts->sef", tokens, params["mix"])
 
 
-@pytest.mark.parametrize("fun", [of_two_layers, turned_round, with_a_bias_for_others_too])
+def or_constants(params, x):
+    """The other alternative scales constants by a mean of all members, which counts as a number."""
+    h = jnp.einsum("td,edf->etf", x, params["r"] + params["up"])
+    h = jax.lax.cond(x[0, 0] > 0, jnp.tanh, lambda h: np.ones((4, 5, 6), np.float32) * h.mean(), h)
+    return jnp.einsum("etf,efo->eto", h, params["down"])
+
+
+@pytest.mark.parametrize("fun", [of_two_layers, turned_round, or_constants, with_a_bias_for_others_too])
 def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
     shapes = {"r": (4, 3, 6), "up": (4, 3, 6), "down": (4, 6, 2), "bias": (1, 1, 6), "mix": (5, 7)}
     found = roles(fun, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)

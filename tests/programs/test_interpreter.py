@@ -13,7 +13,7 @@ from products import whole
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, jaxprs, multiply, rules
 from reparax.programs.dependence import AllFacts, Facts
-from reparax.programs.equations import Named, SplitAxis, view_class_of
+from reparax.programs.equations import Checkpoint, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
 from reparax.programs.sums import Sum
 
@@ -33,9 +33,9 @@ class InFactors:
         return makes or has_body(eqn) or view_class_of(eqn) in (Named, SplitAxis)
 
     def outputs(self, operation):
-        eqn, kind = operation.eqn, view_class_of(operation.eqn)
+        eqn = operation.eqn
         self.seen.append(operation)
-        if kind is Named:
+        if isinstance(operation.view, Named):
             return [operation.interpreter.steps[-1].index]
         if has_body(eqn):
             return interpret_bodies(operation)
@@ -66,7 +66,15 @@ def index(_):
 PROGRAMS = {  # a function of a, b and data, and the equations that need the array, and how often they run
     "returned": (lambda a, b, x: a @ b, [(None, 1)]),
     "read twice": (lambda a, b, x: [f(w) for w in [a @ b] for f in (jnp.tanh, jnp.sin)], [("tanh", 1)]),
+    "read again later": (
+        lambda a, b, x: [y for w in [a @ b] for y in (jnp.tanh(w), (a @ b).T, jnp.sin(w))],
+        [("tanh", 1), (None, 1)],
+    ),
     "of data": (lambda a, b, x: jnp.tanh(x @ (x.T @ x)), []),
+    "beside an equation without outputs": (
+        lambda a, b, x: [jax.debug.callback(lambda _: None, x), a @ b][1],
+        [(None, 1)],
+    ),
     "a call": (lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * 2)(a, b), [("dot_general", 1)]),
     "a call that does nothing": (
         lambda a, b, x: x @ jax.jit(lambda w, x: (2.0, w))(a @ b, x)[1].T.T,
@@ -83,6 +91,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     ),
     "one layer": (lambda a, b, x: scanned((ONE_LAYER @ b, x[:1]), lambda wx: wx[1] @ wx[0]), [("dot_general", 1)]),
     "rows of several axes": (lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4), jnp.sin), [("scan", 1)]),
+    "rows of several axes and of one": (
+        lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
+        [("scan", 1)],
+    ),
     "loops in a loop": (
         lambda a, b, x: scanned(x, lambda x: scanned(b.T, lambda b: (x @ a) @ b + x @ (a @ B))),
         [("dot_general", 12)],
@@ -182,6 +194,25 @@ def seen_at(primitive, function, **settings):
     return [each for each in found if each.eqn.primitive.name == primitive]
 
 
+def test_the_operands_of_a_loop_are_still_those_that_the_program_gave():
+    (loop,) = seen_at("scan", PROGRAMS["layers"][0])
+    assert [isinstance(x, Sum) for x in loop.args].count(True) == 1
+
+
+def test_a_checkpoint_is_kept_with_its_settings_where_something_is_computed():
+    settings = {"policy": jax.checkpoint_policies.dots_saveable, "prevent_cse": False}
+
+    def kept(*, computes):
+        def function(*args):
+            return interpret(lambda a, b, x: jax.checkpoint(jnp.sin, **settings)(x), *args, computes=computes)[0]
+
+        views = map(view_of, jax.make_jaxpr(function)(A, B, X).jaxpr.eqns)
+        return [{"policy": v.policy, "prevent_cse": v.prevent_cse} for v in views if isinstance(v, Checkpoint)]
+
+    assert kept(computes=True) == [settings]
+    assert kept(computes=False) == []
+
+
 def test_rules_are_told_where_an_equation_is():
     def both(a, b, x):
         w = recompute(lambda a, b: jax.jit(jnp.matmul)(a, b), a, b)
@@ -252,6 +283,9 @@ def test_an_equation_that_computes_nothing_gives_its_operands():
     for fixed in (True, False):
         (stopped,) = Interpreter(InFactors()).run(stop, [A], [Facts(known=True, fixed=fixed)])
         assert (stopped is A) == fixed
+    later = jax.make_jaxpr(lambda x: lax.stop_gradient(x + x))(A).jaxpr
+    (doubled,) = Interpreter(InFactors()).run(later, [A], [Facts(known=False, fixed=True)])
+    np.testing.assert_array_equal(doubled, 2 * A)
 
 
 def test_the_program_returns_a_sum_as_it_is():

@@ -1,6 +1,8 @@
 """Products are multiplied to the array of numpy's einsum, in the order that costs least."""
 
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +50,7 @@ MORE = {
     "groups of each head": product("h b n o", ("bnk", ROWS_OF_EACH), ("hbni", HEADS), ("hkio", whole(3, 3, 2, 5))),
     "summed in each batch": product("b k i o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("bno", whole(2, 4, 5))),
 }  # fmt: skip
-ALL = PRODUCTS | MORE
+ALL, F32 = PRODUCTS | MORE, Numerics(np.float32, np.float32, None)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ FORMS = {  # which operations multiply these, and which do not
         {" dot_general"},
     ),
     ("rotated and summed",): ({" dot_general"}, {" fft"}),
-    ("a matrix for each row", "in two factors"): ({" ragged_dot_general"}, {" eq "}),
+    ("a matrix for each row", "in two factors"): ({" ragged_dot_general"}, {" eq ", " transpose"}),
     ("a sum for each group", "groups of each batch", "groups of each head"): ({" ragged_dot_general"}, {" eq "}),
     ("a number for each row",): ({" gather"}, {"dot_general", " eq "}),
     ("groups alone",): ({" lt "}, {" eq "}),
@@ -106,6 +108,26 @@ def test_operands_and_results_have_the_dtypes_and_the_precision_that_are_given()
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
 
 
+PAIRS = ["turned", "outer", "rotated rows", "nothing", *(name for name in ALL if "each" in name)]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_product_of_two_factors_is_fixed_if_both_are(name):
+    keep = frozenset(ALL[name].labels_of_axes)
+    factors, segments, link = multiply.split_off_segments(ALL[name].factors, keep)
+    groups = segments and replace(segments, fixed=True)
+
+    def multiplied(a, b):
+        if link is None:
+            return multiply.multiply_pair(a, b, keep, F32)
+        return multiply.multiply_in_groups(a, b, keep, F32, groups, link)
+
+    for fixed in itertools.product([False, True], repeat=2):
+        pair = [replace(factor, fixed=of_factor) for factor, of_factor in zip(factors[:2], fixed, strict=True)]
+        result = jax.eval_shape(partial(multiplied, *pair))
+        assert result.fixed == all(fixed)
+
+
 def test_equal_structures_share_one_trace():
     first, second = (multiply.with_numbers(product("i o", ("ir", X), ("ro", W[0]))) for _ in range(2))
     assert first.axes == second.axes
@@ -132,6 +154,7 @@ COSTS = {  # twice the loop for each of the result and gradients, and what is wr
     "entries": (("i", ("i", whole(6)), ("i", whole(6))), (), ENTRY * 18),
     "a row of all": (("i o", ("io", whole(6, 4)), ("o", whole(4))), (), 2 * 24 + ENTRY * (24 + 24 + 4)),
     "a row of all, fixed": (("i o", ("io", whole(6, 4)), ("o", whole(4))), (1,), ENTRY * (24 + 24)),
+    "a matrix and a vector": (("i", ("io", whole(6, 4)), ("o", whole(4))), (), 3 * 2 * 24 + ENTRY * (6 + 24 + 4)),
     "rotated": (("n i", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (), 3 * (2 * 5 * 60 + ENTRY * 40)),
     "rotated, fixed": (("n i", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0,), 2 * (2 * 5 * 60 + ENTRY * 40)),
     "rotated, summed": (("n", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0, 1), 2 * 320 + ENTRY * 5),
@@ -165,3 +188,26 @@ def test_of_many_factors_the_cheapest_pair_comes_first():
     _, order = multiply.cheapest_order(tuple(rows), out, None)
     assert order[0] == (1, 4)
     assert len(order) == 5
+
+
+LOOPS = {  # the labels of two factors, those of others and of the output, whether it has rows; the loop and the result
+    "a matrix for each row": ("nkio", "no", True, "nio", "no"),
+    "matrices of each group": ("kiro", "nio", True, "kiro", "kio"),
+    "matrices that only one group has": ("iro", "nio", True, "iro", "io"),
+    "rows alone": ("nir", "nir", True, "nir", "nir"),
+    "a sum for each group": ("nio", "kio", False, "nio", "kio"),
+    "a sum for each group of which a factor is left": ("nio", "o", False, "nio", "o"),
+    "rows that another factor has too": ("nio", "nkio", False, "nio", "nio"),
+    "factors without rows": ("kio", "nko", False, "kio", "ko"),
+    "factors without rows, of an output without groups": ("kio", "no", False, "kio", "ko"),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_product_with_groups_loops_over_the_groups_of_each_row(name):
+    factors, keep, keeps_rows, loop, result = LOOPS[name]
+    label = {letter: Label(2) for letter in "nkior"}
+    labels, keep, *want = (frozenset(map(label.get, letters)) for letters in (factors, keep, loop, result))
+    link = multiply.Link(label["n"], label["k"], keeps_rows=keeps_rows)
+    assert link.loop_and_result_labels(labels, keep) == tuple(want)
+    assert link.sums_rows(labels, keep) == ("a sum for each" in name)

@@ -164,8 +164,8 @@ class _Evaluation:
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # ``_reads`` counts the remaining equations that read each variable. Outputs of deferred equations are kept only
-        # if they will still be read.
+        # ``_reads`` counts the equations that read each variable, except deferred equations that were evaluated. Outputs
+        # of deferred equations are kept only if other equations read them.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations run on arrays. They are evaluated together, at the latest when the rules need values.
         self._deferred: list[JaxprEqn] = []
@@ -194,9 +194,8 @@ class _Evaluation:
         outs = self._keep_factors(eqn, facts)
         if outs is None:
             self._deferred.append(eqn)
-            return
-        self._reads.subtract(jaxprs.variables(eqn.invars))
-        self._env.update(zip(eqn.outvars, outs, strict=True))
+        else:
+            self._env.update(zip(eqn.outvars, outs, strict=True))
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """Computes the outputs of an equation that keeps a ``Sum`` factored or returns its operands unchanged.
