@@ -164,7 +164,7 @@ class _Evaluation:
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # ``_reads`` counts the equations that read each variable, except deferred equations that were evaluated. Outputs
+        # ``_reads`` counts the equations that read each variable, except deferred equations already evaluated. Outputs
         # of deferred equations are kept only if other equations read them.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations run on arrays. They are evaluated together, at the latest when the rules need values.
