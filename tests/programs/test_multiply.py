@@ -25,6 +25,7 @@ MORE = {
     "a batch with one factor": product("i b", ("bi", whole(2, 4)), ("b", whole(2))),
     "summed alone": product("i o", ("irs", whole(4, 2, 3)), ("ro", whole(2, 5))),
     "an axis of one summed alone": product("i o", ("iru", whole(4, 2, 1)), ("ro", whole(2, 5))),
+    "axes of one and of three summed alone": product("i o", ("irsu", whole(4, 2, 3, 1)), ("ro", whole(2, 5))),
     "nothing": product("i", ("i", whole(4)), ("r", whole(3))),
     "six factors": product("i", *CHAIN, ("j", whole(2))),
     "numbers": product("i o", ("", whole()), ("io", whole(2, 3)), ("", whole() - 1)),
@@ -32,6 +33,8 @@ MORE = {
     "rotated columns": product("n i", ("ij", Circulant(whole(4))), ("nj", whole(3, 4))),
     "a batch rotated": product("b i n", ("bij", Circulant(whole(2, 5))), ("bnj", whole(2, 3, 5))),
     "rotated for each": product("n b i", ("bij", Circulant(whole(2, 5))), ("nj", whole(3, 5))),
+    "rotated, and another axis summed": product("n i", ("ij", Circulant(whole(4))), ("njs", whole(3, 4, 2))),
+    "rotated entry by entry": product("i j", ("ij", Circulant(whole(4))), ("j", whole(4))),
     "rotated and summed": product("n", ("ij", Circulant(whole(4))), ("nj", whole(3, 4))),
     "twice rotated": product("i k", ("ij", Circulant(whole(4))), ("jk", Circulant(whole(4, seed=1)))),
     "a matrix for each row": product("n o", ("nk", ROWS), ("ni", X), ("kio", W)),
@@ -41,11 +44,18 @@ MORE = {
     "a sum for each group": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5))),
     "a sum of one for each group": product("k i", ("nk", ROWS), ("ni", X), ("k", whole(3))),
     "rows of another": product("k i o", ("nk", ROWS), ("ni", X), ("o", whole(5))),
+    "rows of another, turned": product("k o i", ("nk", ROWS), ("ni", X), ("o", whole(5))),
+    "sums of each over two axes": product("k i o", ("nk", ROWS), ("nij", whole(4, 2, 3)), ("noj", whole(4, 5, 3))),
+    "sums for each group and head": product("k h i o", ("nk", ROWS), ("hni", HEADS[:, 0]), ("hno", HEADS[:, 1])),
     "groups alone": product("n", ("nk", ROWS), ("n", X[:, 0])),
     "rows and groups": product("n k o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "neither rows nor groups": product("o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "no rows": product("n o", ("nk", ROWS), ("ko", W[:, 0])),
     "groups of each batch": product("b n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("kio", W)),
+    "rows that all batches share": product("b n o", ("bnk", ROWS_OF_EACH), ("ni", X), ("kio", W)),
+    "rows also without a batch": product("b n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("n", X[:, 0]), ("kio", W)),
+    "rows that all batches share, summed": product("b k i o", ("bnk", ROWS_OF_EACH), ("ni", X), ("no", whole(4, 5))),
+    "summed over the batch": product("n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("b", whole(2)), ("kio", W)),
     "no sum": product("b n o", ("bnk", ROWS_OF_EACH), ("bn", XS[..., 0]), ("ko", W[:, 0])),
     "groups of each head": product("h b n o", ("bnk", ROWS_OF_EACH), ("hbni", HEADS), ("hkio", whole(3, 3, 2, 5))),
     "summed in each batch": product("b k i o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("bno", whole(2, 4, 5))),
@@ -108,11 +118,11 @@ def test_operands_and_results_have_the_dtypes_and_the_precision_that_are_given()
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
 
 
-PAIRS = ["turned", "outer", "rotated rows", "nothing", *(name for name in ALL if "each" in name)]
+PAIRS = [name for name in ALL if any(word in name for word in ("turned", "outer", "rotated", "nothing", "each"))]
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_product_of_two_factors_is_fixed_if_both_are(name):
+def test_a_product_of_two_factors_is_fixed_if_both_are_and_summed(name):
     keep = frozenset(ALL[name].labels_of_axes)
     factors, segments, link = multiply.split_off_segments(ALL[name].factors, keep)
     groups = segments and replace(segments, fixed=True)
@@ -126,6 +136,7 @@ def test_a_product_of_two_factors_is_fixed_if_both_are(name):
         pair = [replace(factor, fixed=of_factor) for factor, of_factor in zip(factors[:2], fixed, strict=True)]
         result = jax.eval_shape(partial(multiplied, *pair))
         assert result.fixed == all(fixed)
+        assert set(result.labels) <= keep
 
 
 def test_equal_structures_share_one_trace():
@@ -156,6 +167,12 @@ COSTS = {  # twice the loop for each of the result and gradients, and what is wr
     "a row of all, fixed": (("i o", ("io", whole(6, 4)), ("o", whole(4))), (1,), ENTRY * (24 + 24)),
     "a matrix and a vector": (("i", ("io", whole(6, 4)), ("o", whole(4))), (), 3 * 2 * 24 + ENTRY * (6 + 24 + 4)),
     "rotated": (("n i", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (), 3 * (2 * 5 * 60 + ENTRY * 40)),
+    "rotated, from the right": (("n i", ("nj", whole(5, 8)), ("ij", Circulant(whole(8)))), (), 3 * (600 + ENTRY * 40)),
+    "several, rotated": (
+        ("n b i", ("bij", Circulant(whole(2, 8))), ("nj", whole(5, 8))),
+        (),
+        3 * (2 * 10 * 60 + ENTRY * 80),
+    ),
     "rotated, fixed": (("n i", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0,), 2 * (2 * 5 * 60 + ENTRY * 40)),
     "rotated, summed": (("n", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0, 1), 2 * 320 + ENTRY * 5),
     "one": (("i", ("i", whole(6))), (), 0),
@@ -176,6 +193,7 @@ def test_the_cheapest_order_comes_first():
     cost, order = multiply.cheapest_order((x, a, b), out, None)
     assert order == ((0, 1), (0, 1))  # which leaves b and x a
     assert cost == 2 * 2 * 96 + ENTRY * (16 + 12) + 3 * 2 * 64 + ENTRY * (32 + 8 + 16)
+    assert multiply.cheapest_order((a, x, b), out, None)[0] == cost
     many = Label(500)
     x = type_of(many, INPUT, fixed=True)
     assert multiply.cheapest_order((x, a, b), frozenset([many, OUTPUT]), None)[1] == ((1, 2), (0, 1))
@@ -211,3 +229,25 @@ def test_a_product_with_groups_loops_over_the_groups_of_each_row(name):
     link = multiply.Link(label["n"], label["k"], keeps_rows=keeps_rows)
     assert link.loop_and_result_labels(labels, keep) == tuple(want)
     assert link.sums_rows(labels, keep) == ("a sum for each" in name)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "other", "keep", "summed"),
+    [
+        ("ij", "nj", "ni", "j"),
+        ("ij", "ni", "nj", "i"),
+        ("bij", "nj", "bni", "j"),
+        ("ij", "nj", "nij", None),
+        ("ij", "nj", "n", None),
+        ("ij", "nij", "n", None),
+        ("ij", "n", "nij", None),
+        ("bij", "bnj", "ni", None),
+    ],
+)
+def test_a_circulant_matrix_is_multiplied_by_fourier_transforms_where_vectors_meet_it(matrices, other, keep, summed):
+    label = {letter: Label(4) for letter in "bijn"}
+    labels, circulant, others, kept = (frozenset(map(label.get, x)) for x in (matrices, matrices[-2:], other, keep))
+    circulant = FactorType(labels, circulant, fixed=False)
+    other = FactorType(others, frozenset(), fixed=False)
+    assert multiply.fourier_label(circulant, other, kept) is label.get(summed)
+    assert multiply.fourier_label(other, circulant, kept) is None
