@@ -149,6 +149,23 @@ USES = {
         ([LAYERS], X, INDICES),
         [EACH],
     ),
+    "an expert of one output for each row": (
+        lambda p, x, i: jnp.einsum("td,tdo->to", x, p[0][i]),
+        ([shaped(2, 3, 1)], X, INDICES),
+        [EACH],
+    ),
+    "a row of the table of each": (
+        lambda p, i: jax.vmap(lambda table, i: jnp.tanh(table[i] @ p[1]))(p[0], i),
+        ([shaped(5, 8, 4), V], INDICES),
+        [EACH, DENSE],
+    ),
+    "rows of matrices from each number on, by vmap": (
+        lambda p, i: jnp.einsum(
+            "nthk,hko->nto", jax.vmap(lambda i: jax.lax.dynamic_slice(p[0], (i, 0, 0), (2, 4, 2)))(i), p[1]
+        ),
+        ([shaped(9, 4, 2), shaped(4, 2, 3)], INDICES),
+        [((0,), (1, 2), ()), ((0, 1), (2,), ())],
+    ),
     "columns that constants choose": (
         lambda p, x: jnp.tanh(x @ p[0][:, KEEP]) @ p[1][KEEP],
         ([W, V], X),

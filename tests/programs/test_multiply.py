@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from products import PRODUCTS, array_of, product, sum_of, whole
+from products import PRODUCTS, array_of, product, shape_of, sum_of, whole
 
 from reparax.programs import multiply
 from reparax.programs.multiply import ENTRY, FactorType, Numerics
@@ -42,6 +42,7 @@ MORE = {
     "a number for each row": product("n o", ("nk", ROWS), ("no", X), ("k", whole(3))),
     "a row of each": product("n i o", ("nk", ROWS), ("n", X[:, 0]), ("kio", W)),
     "a sum for each group": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5))),
+    "a sum for each group, scaled": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5)), ("ko", whole(3, 5))),
     "a sum of one for each group": product("k i", ("nk", ROWS), ("ni", X), ("k", whole(3))),
     "rows of another": product("k i o", ("nk", ROWS), ("ni", X), ("o", whole(5))),
     "rows of another, turned": product("k o i", ("nk", ROWS), ("ni", X), ("o", whole(5))),
@@ -100,6 +101,14 @@ def test_the_operations_that_multiply(names):
         assert {word for word in used | unused if word in text} == used, name
 
 
+def test_rows_are_summed_before_another_factor_is_multiplied():
+    for name in ("rows of another", "rows of another, turned"):
+        jaxpr = jax.make_jaxpr(multiply.array_of_product, static_argnums=(1, 2))(
+            ALL[name], shape_of(ALL[name]), F32
+        ).jaxpr
+        assert max(v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars) == 3 * 2 * 5
+
+
 def test_sums_are_added_and_given_their_shape_and_dtype():
     x = replace(sum_of(PRODUCTS["low-rank"], PRODUCTS["merged"], dtype=jnp.bfloat16), shape=(3, 8))
     got = multiply.array_of_sum(x)
@@ -118,25 +127,18 @@ def test_operands_and_results_have_the_dtypes_and_the_precision_that_are_given()
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
 
 
-PAIRS = [name for name in ALL if any(word in name for word in ("turned", "outer", "rotated", "nothing", "each"))]
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_product_of_two_factors_is_fixed_if_both_are_and_summed(name):
-    keep = frozenset(ALL[name].labels_of_axes)
-    factors, segments, link = multiply.split_off_segments(ALL[name].factors, keep)
-    groups = segments and replace(segments, fixed=True)
-
-    def multiplied(a, b):
-        if link is None:
-            return multiply.multiply_pair(a, b, keep, F32)
-        return multiply.multiply_in_groups(a, b, keep, F32, groups, link)
-
-    for fixed in itertools.product([False, True], repeat=2):
-        pair = [replace(factor, fixed=of_factor) for factor, of_factor in zip(factors[:2], fixed, strict=True)]
-        result = jax.eval_shape(partial(multiplied, *pair))
-        assert result.fixed == all(fixed)
-        assert set(result.labels) <= keep
+def test_a_product_of_two_factors_has_the_labels_that_its_cost_was_estimated_for_and_is_fixed_if_both_are():
+    for p in ALL.values():
+        out = frozenset(p.labels_of_axes)
+        factors, segments, link = multiply.split_off_segments(p.factors, out)
+        in_groups = (replace(segments, fixed=True), link) if link else ()
+        function = multiply.multiply_in_groups if link else multiply.multiply_pair
+        for (i, j), *fixed in itertools.product(itertools.combinations(range(len(factors)), 2), *[[False, True]] * 2):
+            a, b = replace(factors[i], fixed=fixed[0]), replace(factors[j], fixed=fixed[1])
+            keep = out.union(*(factor.labels for k, factor in enumerate(factors) if k not in (i, j)))
+            _, (planned,) = multiply._multiply_types((FactorType.of(a), FactorType.of(b)), (0, 1), keep, link)
+            result = jax.eval_shape(partial(function, a, b, keep, F32, *in_groups))
+            assert (set(result.labels), result.fixed) == (planned.labels, all(fixed))
 
 
 def test_equal_structures_share_one_trace():
@@ -217,6 +219,7 @@ LOOPS = {  # the labels of two factors, those of others and of the output, wheth
     "a sum for each group of which a factor is left": ("nio", "o", False, "nio", "o"),
     "rows that another factor has too": ("nio", "nkio", False, "nio", "nio"),
     "factors without rows": ("kio", "nko", False, "kio", "ko"),
+    "factors that are left after the sum": ("kio", "kio", False, "kio", "kio"),
     "factors without rows, of an output without groups": ("kio", "no", False, "kio", "ko"),
 }
 
