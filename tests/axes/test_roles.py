@@ -154,6 +154,16 @@ USES = {
         ([shaped(2, 3, 1)], X, INDICES),
         [EACH],
     ),
+    "an expert and data of a number that is data": (
+        lambda p, x, i: x[i] @ p[0][i],
+        ([shaped(4, 2, 2)], shaped(4, 5, 2), ROW),
+        [EACH],
+    ),
+    "whole rows, by vmap": (
+        lambda p, i: jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (4,)))(p[0], i) @ p[1],
+        ([shaped(5, 4), V], INDICES),
+        [NONE, DENSE],
+    ),
     "a row of the table of each": (
         lambda p, i: jax.vmap(lambda table, i: jnp.tanh(table[i] @ p[1]))(p[0], i),
         ([shaped(5, 8, 4), V], INDICES),

@@ -53,6 +53,7 @@ MORE = {
     "neither rows nor groups": product("o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "no rows": product("n o", ("nk", ROWS), ("ko", W[:, 0])),
     "groups of each batch": product("b n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("kio", W)),
+    "matrices of each batch": product("b n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("bkio", whole(2, 3, 2, 5))),
     "rows that all batches share": product("b n o", ("bnk", ROWS_OF_EACH), ("ni", X), ("kio", W)),
     "rows also without a batch": product("b n o", ("bnk", ROWS_OF_EACH), ("bni", XS), ("n", X[:, 0]), ("kio", W)),
     "rows that all batches share, summed": product("b k i o", ("bnk", ROWS_OF_EACH), ("ni", X), ("no", whole(4, 5))),
@@ -121,7 +122,7 @@ def test_operands_and_results_have_the_dtypes_and_the_precision_that_are_given()
     numerics = Numerics(jnp.bfloat16, np.float32, jax.lax.Precision.HIGHEST)
     for name, primitive in (("low-rank", "dot_general"), ("a matrix for each row", "ragged_dot_general")):
         x = sum_of(ALL[name])
-        jaxpr = jax.make_jaxpr(lambda x: multiply.array_of_products(x.products, x.shape, numerics))(x).jaxpr
+        jaxpr = jax.make_jaxpr(lambda x: multiply.array_of_products(x.products, [*x.shape], numerics))(x).jaxpr
         (dot,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == primitive]
         assert [v.aval.dtype for v in (*dot.invars[:2], *dot.outvars)] == [jnp.bfloat16, jnp.bfloat16, np.float32]
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
