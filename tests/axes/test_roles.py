@@ -370,6 +370,7 @@ USES = {
         ([W], X),
         [NONE],
     ),
+    "a weight plus a product of numbers that are data": (lambda p, x: x @ (p[0] + x[0, 0] * x[0, 1]), ([W], X), [NONE]),
     "other pairs from the second step on": (
         lambda p, x: scan(
             lambda g, _: (jnp.broadcast_to(x[:2, :1], (2, 2)).reshape(4), x @ (p[0] * g)),

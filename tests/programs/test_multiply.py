@@ -46,9 +46,10 @@ MORE = {
     "a sum of one for each group": product("k i", ("nk", ROWS), ("ni", X), ("k", whole(3))),
     "rows of another": product("k i o", ("nk", ROWS), ("ni", X), ("o", whole(5))),
     "rows of another, turned": product("k o i", ("nk", ROWS), ("ni", X), ("o", whole(5))),
-    "sums of each over two axes": product("k i o", ("nk", ROWS), ("nij", whole(4, 2, 3)), ("noj", whole(4, 5, 3))),
-    "sums for each group and head": product("k h i o", ("nk", ROWS), ("hni", HEADS[:, 0]), ("hno", HEADS[:, 1])),
+    "sums of each over two axes": product("k i o", ("nk", ROWS), ("nij", whole(4, 2, 3)), ("jno", whole(3, 4, 5))),
+    "sums for each group and head": product("k h i o", ("nk", ROWS), ("hni", HEADS[:, 0]), ("nho", whole(4, 3, 5))),
     "groups alone": product("n", ("nk", ROWS), ("n", X[:, 0])),
+    "groups alone, of each batch": product("b n", ("bnk", ROWS_OF_EACH), ("bn", XS[..., 0])),
     "rows and groups": product("n k o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "neither rows nor groups": product("o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "no rows": product("n o", ("nk", ROWS), ("ko", W[:, 0])),
@@ -201,6 +202,14 @@ def test_the_cheapest_order_comes_first():
     x = type_of(many, INPUT, fixed=True)
     assert multiply.cheapest_order((x, a, b), frozenset([many, OUTPUT]), None)[1] == ((1, 2), (0, 1))
     assert multiply.cheapest_order((w,), out, None) == (0.0, ())
+
+
+def test_of_five_factors_all_orders_are_compared():
+    sizes = [Label(n) for n in (10, 5, 2, 5, 10, 8)]
+    chain = tuple(type_of(*pair, fixed=True) for pair in itertools.pairwise(sizes))
+    products = [(10, 5, 2), (2, 5, 10), (2, 10, 8), (10, 2, 8)]  # from both ends to the axis of two
+    cost, _ = multiply.cheapest_order(chain, frozenset([sizes[0], sizes[-1]]), None)
+    assert cost == sum(2 * n * k * m + ENTRY * n * m for n, k, m in products)
 
 
 def test_of_many_factors_the_cheapest_pair_comes_first():
