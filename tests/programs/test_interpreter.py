@@ -237,12 +237,17 @@ def test_rules_are_told_facts():
     def looped(a, b, x):
         return lax.scan(lambda c, ax: (c * 2, (ax[1] @ (c @ b), ax[0] @ b)), a, (a[None], x[:1]))
 
+    def both(a, b):
+        return lambda slices: (a @ slices[1], slices[0] @ b)
+
     def facts(seen):
         return [(fact.origins, fact.steps, fact.mesh_axes, fact.formula) for fact in seen.facts]
 
     none, of_b = frozenset(), ({1}, frozenset(), frozenset(), 1)
     of_carry, _, of_slice = seen_at("dot_general", looped)
     assert facts(of_carry) == facts(of_slice) == [({0}, {0}, none, None), of_b]
+    inside = seen_at("dot_general", lambda a, b, x: scanned(a[None], lambda a: scanned((a[None], b[None]), both(a, b))))
+    assert [[fact.steps for fact in seen.facts] for seen in inside] == [[{0}, {1}], [{0, 1}, set()]]
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))
     (seen,) = seen_at("dot_general", lambda a, b, x: on_shards(a, b))
     assert facts(seen) == [({0}, none, {"data"}, None), of_b]

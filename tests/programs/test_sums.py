@@ -43,6 +43,19 @@ def test_sizes_that_are_not_known_are_not_split():
     assert p.factors[0].size == 4 * sums.UNKNOWN**2
 
 
+def test_sizes_of_zero_are_not_split():
+    empty = Product.of(np.zeros((0, 3), np.float32), fixed=True)
+    assert [empty.reshape(shape) for shape in [(0, 3), (3, 0), (0, 1, 3)]] == [None] * 3
+
+
+def test_products_are_not_contracted_along_an_axis_that_no_factor_has():
+    numbers = (((1,), (1,)), ((), ()))
+    (eqn,) = jax.make_jaxpr(lambda a: lax.dot_general(a, a, numbers))(whole(6, 5)).eqns
+    assert sums.contract(view_of(eqn), REPEATED, REPEATED) is None
+    of_data = sums.contract(view_of(eqn), REPEATED, Product.of(whole(6, 5), fixed=False))
+    np.testing.assert_array_equal(array_of(of_data), array_of(REPEATED) @ whole(6, 5).T)
+
+
 @pytest.mark.parametrize("operand", [0, 1])
 def test_data_meet_each_of_several_weights(operand):
     x = whole(6, 3, seed=4)
