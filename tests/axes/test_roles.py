@@ -425,6 +425,16 @@ USES = {
         ([W, V, shaped(2, 5)], X),
         [DENSE] * 3,
     ),
+    "one column of three factors": (
+        lambda p, x: x @ (p[0] @ p[1] @ p[2])[:, 0],
+        ([W, V, shaped(2, 5)], X),
+        [DENSE, DENSE, ((0,), (), (1,))],
+    ),
+    "one row of three factors": (
+        lambda p, x: x[:, :1] @ (p[0] @ p[1] @ p[2])[:1],
+        ([W, V, shaped(2, 5)], X),
+        [((), (1,), (0,)), DENSE, DENSE],
+    ),
     "factors, transposed": (
         lambda p, x: x @ (p[1] @ p[0]).T,
         ([shaped(2, 3), shaped(4, 2)], X),
