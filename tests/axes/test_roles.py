@@ -425,6 +425,11 @@ USES = {
         ([W, V, shaped(2, 5)], X),
         [DENSE] * 3,
     ),
+    "two of nine axes": (
+        lambda p, x: jnp.tensordot(x, p[0], ((0, 1), (8, 1))),
+        ([shaped(1, 3, 1, 1, 1, 1, 1, 1, 5)], X),
+        [((1, 8), (0, 2, 3, 4, 5, 6, 7), ())],
+    ),
     "one column of three factors": (
         lambda p, x: x @ (p[0] @ p[1] @ p[2])[:, 0],
         ([W, V, shaped(2, 5)], X),

@@ -174,7 +174,7 @@ class Product:
         summed = self.squeeze(axes)
         remaining = self.labels.union(*summed.axes)
         lost = dict.fromkeys(label for label in self.labels_of_axes if label not in remaining)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in lost)
+        ones = [Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in lost]
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
