@@ -140,6 +140,7 @@ def test_a_circulant_matrix_is_its_first_column_rotated(numbers):
         np.testing.assert_allclose(
             sums.inverse_fourier(jnp.array(frequencies), n, numbers.dtype), dense @ vector, atol=1e-5
         )
+    assert matrix.spectrum(transposed=False).shape[-1] == (n if np.iscomplexobj(numbers) else n // 2 + 1)
     assert matrix.astype(jnp.complex64).dtype == jnp.complex64
     assert Circulant(jnp.ones(3, jnp.bfloat16)).spectrum(transposed=False).dtype == jnp.complex64
 
@@ -157,7 +158,7 @@ def test_rows_are_in_groups_one_after_another():
 
 F32, BF16, F16, C64, E8M0 = np.float32, jnp.bfloat16, np.float16, np.complex64, ml_dtypes.float8_e8m0fnu
 E5M2, E4M3, B11 = ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3b11fnuz
-I8, I16, I32, U8, BOOL = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool))
+I8, I16, I32, U8, BOOL, U4 = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool, ml_dtypes.uint4))
 DTYPES = {
     sums.has_range: ([(F32,), (BF16,), (C64,)], [(F16,), (I32,), (E8M0,)]),
     sums.covers: (
@@ -166,7 +167,7 @@ DTYPES = {
     ),
     sums.holds_exactly: (
         [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)],
-        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)],
+        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16), (E5M2, E4M3), (E5M2, U4)],
     ),
     sums.is_narrowing_cast: (
         [(F32, F32), (F32, BF16), (C64, C64), (F16, BF16)],
