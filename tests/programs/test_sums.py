@@ -167,7 +167,8 @@ DTYPES = {
     ),
     sums.holds_exactly: (
         [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)],
-        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16), (E5M2, E4M3), (E5M2, U4)],
+        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)]
+        + [(E5M2, x) for x in (E4M3, U4)],
     ),
     sums.is_narrowing_cast: (
         [(F32, F32), (F32, BF16), (C64, C64), (F16, BF16)],
