@@ -1,5 +1,7 @@
 """Programs that are interpreted give what they give, and weights stay in factors until their arrays are needed."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from products import whole
+from products import PRODUCTS, whole
 
 from reparax.core.unchanged import recompute
-from reparax.programs import dependence, jaxprs, multiply, rules
+from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
 from reparax.programs.dependence import AllFacts, Facts
 from reparax.programs.equations import Checkpoint, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
-from reparax.programs.sums import Sum
+from reparax.programs.sums import Draw, Sum
 
 A, B, X = whole(6, 2), whole(2, 4, seed=1), whole(3, 6, seed=2)
 LAYERS, ONE_LAYER = whole(3, 6, 2), whole(1, 6, 2)
+KEY = np.zeros(2, np.uint32)
 MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 
@@ -291,6 +294,44 @@ def test_an_equation_that_computes_nothing_gives_its_operands():
     later = jax.make_jaxpr(lambda x: lax.stop_gradient(x + x))(A).jaxpr
     (doubled,) = Interpreter(InFactors()).run(later, [A], [Facts(known=False, fixed=True)])
     np.testing.assert_array_equal(doubled, 2 * A)
+
+
+def test_a_call_that_places_its_operands_or_returns_constants_is_run():
+    placed = NamedSharding(MESH, Spec("data"))
+    for call in (jax.jit(lambda x: x, out_shardings=placed), jax.jit(lambda x: (x, LAYERS))):
+        jaxpr, consts = jaxprs.consts_first(jax.make_jaxpr(call)(A))
+        in_arrays = InFactors()
+        in_arrays.may_introduce_sum = lambda *_: False
+        facts = [Facts(known=False, fixed=False) for _ in jaxpr.invars]
+        found, *constants = Interpreter(in_arrays).run(jaxpr, [*consts, A], facts)
+        assert constants or found.sharding == placed
+        np.testing.assert_array_equal(constants, [LAYERS][: len(constants)])
+
+
+SPLITS = {  # the specs that can be given to factors: the label of the first axis or of the second goes by the spec
+    "low-rank": {("x",): 0, (("x", "y"),): 0, (None, "x"): 1, (None, "y"): None, (None, ("x", "y")): None},
+    "diagonal": {("x",): None, (None, "x"): None, (): ()},
+    "merged": {("x",): 0, ("y",): None},
+    "row": {("x",): None, (None, "x"): 1},
+    "number": {("x",): None},
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_first_label_of_an_axis_is_split_if_it_can_be(name):
+    axes, mesh = PRODUCTS[name].axes, {"x": 2, "y": 3}
+    for entries, axis in SPLITS[name].items():
+        want = axis if axis is None else {axes[axis][0]: entries[axis]} if entries else {}
+        assert interpreter._entries_of_labels(PRODUCTS[name], Spec(*entries), mesh) == want
+
+
+def test_the_factors_of_a_sum_are_split_with_the_key_of_their_draw():
+    (operation,) = seen_at("shard_map", PROGRAMS["rows on shards"][0])
+    drawn = rules.map_factors(operation.args[0], lambda factor: replace(factor, draw=Draw("w", KEY)))
+    _, specs = interpreter._shard_input(operation, drawn, Spec("data"))
+    factors = specs.products[0].factors
+    assert [factor.array for factor in factors] == [Spec("data", None), Spec(None, None)]
+    assert [factor.draw for factor in factors] == [Draw("w", Spec())] * 2
 
 
 def test_the_program_returns_a_sum_as_it_is():
