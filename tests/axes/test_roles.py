@@ -630,10 +630,19 @@ def or_constants(params, x):
     return jnp.einsum("etf,efo->eto", h, params["down"])
 
 
-@pytest.mark.parametrize("fun", [of_two_layers, turned_round, or_constants, with_a_bias_for_others_too])
+def by_whole_numbers(params, x):
+    """A matrix of whole numbers, which is no weight, reads no outputs."""
+    h = jnp.einsum("td,edf->etf", x, params["r"] + params["up"]) @ params["whole"].astype(FLOAT)
+    return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"])
+
+
+@pytest.mark.parametrize(
+    "fun", [of_two_layers, turned_round, or_constants, by_whole_numbers, with_a_bias_for_others_too]
+)
 def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
     shapes = {"r": (4, 3, 6), "up": (4, 3, 6), "down": (4, 6, 2), "bias": (1, 1, 6), "mix": (5, 7)}
-    found = roles(fun, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(fun, params | {"whole": jax.ShapeDtypeStruct((6, 6), jnp.int8)}, X)
     assert axes(found["up"]) == axes(found["down"]) == EACH
     assert axes(found["r"]) == (((1,), (0, 2), ()) if fun is with_a_bias_for_others_too else EACH)
 

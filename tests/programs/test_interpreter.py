@@ -15,7 +15,7 @@ from products import PRODUCTS, whole
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
 from reparax.programs.dependence import AllFacts, Facts
-from reparax.programs.equations import Checkpoint, Named, SplitAxis, view_class_of, view_of
+from reparax.programs.equations import Checkpoint, Jit, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
 from reparax.programs.sums import Draw, Sum
 
@@ -274,6 +274,8 @@ def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
     for function, stops in cases:
         text = str(jax.make_jaxpr(lambda *args, f=function: interpret(f, *args)[0])(A, B, X))
         assert ("stop_gradient" in text.split("scan[")[0]) == stops
+        seen = interpret(function, A, B, X)[1].seen
+        assert {each.facts[0].fixed for each in seen if view_class_of(each.eqn) is Jit} <= {stops}
 
 
 def test_an_equation_that_computes_nothing_gives_its_operands():

@@ -43,6 +43,13 @@ def test_sizes_that_are_not_known_are_not_split():
     assert p.factors[0].size == 4 * sums.UNKNOWN**2
 
 
+def test_a_sum_multiplies_by_ones_only_along_axes_that_no_factor_has():
+    for p, axis, n_factors in [(LOW_RANK, 0, 2), (REPEATED, 0, 1), (REPEATED, 1, 2), (DIAGONAL, 0, 2)]:
+        found = p.sum([axis])
+        np.testing.assert_array_equal(array_of(found), array_of(p).sum(axis))
+        assert len(found.factors) == n_factors
+
+
 def test_sizes_of_zero_are_not_split():
     empty = Product.of(np.zeros((0, 3), np.float32), fixed=True)
     assert [empty.reshape(shape) for shape in [(0, 3), (3, 0), (0, 1, 3)]] == [None] * 3
