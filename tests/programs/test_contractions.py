@@ -12,9 +12,11 @@ X, Y = np.arange(24.0).reshape(2, 3, 4), np.arange(60.0).reshape(4, 3, 5)
 
 
 def the(function, *args):
-    """The contraction of a function of one equation."""
+    """The contraction of a function of one equation, which can be a key of a cache."""
     (eqn,) = jax.make_jaxpr(function)(*args).jaxpr.eqns
-    return contraction_of(view_of(eqn))
+    found = contraction_of(view_of(eqn))
+    assert hash(found) is not None
+    return found
 
 
 def roles(contraction, operand):
@@ -70,8 +72,9 @@ def test_places_choose_along_axes_that_go():
         ([2], [1], [0]),
         [[0, 0], [1, None], [None, None]],
     )
+    assert found.output[2] == -3  # for axis 2 of the table
     found = the(lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 3, 4), allow_negative_indices=False), X, np.int32(1))
-    assert roles(found, 0) == ([0], [1, 2], [])
+    assert (roles(found, 0), found.output[0]) == (([0], [1, 2], []), -1)
 
 
 def test_other_equations_are_no_contractions():
