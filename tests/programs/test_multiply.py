@@ -23,6 +23,7 @@ MORE = {
     "outer": product("i j k", ("ij", whole(4, 2)), ("k", whole(3))),
     "a batch": product("b i o", ("bir", whole(2, 4, 3)), ("bro", whole(2, 3, 5))),
     "a batch with one factor": product("i b", ("bi", whole(2, 4)), ("b", whole(2))),
+    "one factor before a batch": product("b i", ("b", whole(2)), ("bi", whole(2, 4))),
     "summed alone": product("i o", ("irs", whole(4, 2, 3)), ("ro", whole(2, 5))),
     "an axis of one summed alone": product("i o", ("iru", whole(4, 2, 1)), ("ro", whole(2, 5))),
     "axes of one and of three summed alone": product("i o", ("irsu", whole(4, 2, 3, 1)), ("ro", whole(2, 5))),
@@ -80,7 +81,7 @@ def test_a_product_is_multiplied_to_its_array(name, arrays):
 
 FORMS = {  # which operations multiply these, and which do not
     ("turned", "a batch", "outer"): ({" dot_general"}, {" transpose", " mul "}),
-    ("a batch with one factor", "numbers"): ({" mul "}, {" dot_general"}),
+    ("a batch with one factor", "one factor before a batch", "numbers"): ({" mul "}, {" dot_general"}),
     ("an axis of one summed alone",): ({" reshape", " dot_general"}, {" reduce_sum"}),
     ("rotated rows", "rotated columns", "a batch rotated", "rotated for each", "twice rotated"): (
         {" fft"},
@@ -247,6 +248,7 @@ def test_a_product_with_groups_loops_over_the_groups_of_each_row(name):
 @pytest.mark.parametrize(
     ("matrices", "other", "keep", "summed"),
     [
+        ("ij", "j", "i", "j"),
         ("ij", "nj", "ni", "j"),
         ("ij", "ni", "nj", "i"),
         ("bij", "nj", "bni", "j"),
