@@ -72,6 +72,14 @@ def test_weights_are_computed_just_before_they_are_read(name):
     assert [f"[{text}]" if delayed else text for text, delayed in found] == want
 
 
+def test_a_weight_waits_for_the_data_of_its_reader_with_the_most_axes():
+    shapes = (3, 3), (), (3, 3)
+    program = traced(lambda w, a, x: lax.clamp(a, jnp.sin(w), x), *shapes)
+    delayed = traced(lambda *args: _remat_order.run_delayed(program, args, [True, False, False]), *shapes)
+    (tie,) = (eqn for eqn in delayed.eqns if eqn.primitive.name == "reparax_tie")
+    assert [x.aval.shape for x in tie.invars] == [(3, 3), (3, 3)]
+
+
 # ---- what must wait
 
 
