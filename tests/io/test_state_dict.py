@@ -59,6 +59,12 @@ NAMES = {
         {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
         {"weight_g": G, "weight_v": W},
     ),
+    "a cast of weight norm": (
+        rpx.WeightNorm() >> rpx.quantized.Cast("bfloat16"),
+        NORMED,
+        {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
+        {"weight_g": G, "weight_v": W},
+    ),
     "weight norm of the whole": (
         rpx.WeightNorm(axis=None),
         dense("weight_norm", g=numbers(1, 1), v=W.T),
