@@ -505,6 +505,15 @@ def test_wide_matrices_are_transposed_as_in_torch(map, original, base):
     assert_orthogonal_weight(map, {f"{PATH}original": original.T, f"{PATH}0.base": base}, (base @ map(original)).T)
 
 
+@pytest.mark.parametrize("ours", ["cayley", "householder"])
+def test_a_matrix_of_another_map_is_the_same_matrix(ours):
+    state = {f"{PATH}original": ORIGINAL, f"{PATH}0.base": rotation(4, 4)}
+    w = rotation(4, 4) @ expm(ORIGINAL)
+    with jax.enable_x64():
+        tree = rpx.io.from_torch(rpx.Orthogonal(ours), state, {"kernel": w.T}, orthogonal_map="matrix_exp")
+        np.testing.assert_allclose(fold(rpx.Orthogonal(ours), tree)["kernel"], w.T, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("map", [cayley, householder])
 def test_batches_of_matrices_are_those_of_torch(map):
     bases, originals = (np.stack([rotation(4, 4), -rotation(4, 4)]), np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]))

@@ -303,6 +303,16 @@ def test_residuals_are_read_again_recomputed_or_stored():
     assert list(forward.known_inputs) == [True, False]
 
 
+def test_dead_code_takes_its_inputs_along():
+    program = traced(lambda a, b, x, w: (jnp.sin(a) * b, x @ jnp.sin(w)), *4 * [(3, 3)])
+    call = _remat_derivative.RematCall(program, [True, False, False, True])
+    whole = traced(lambda *args: _remat_derivative.recomputed_call(call, args), *4 * [(3, 3)])
+    (eqn,) = jaxprs.keep_used(whole, [False, True])[0].eqns
+    left = _remat_derivative.call_of(eqn.params)
+    assert [e.primitive.name for e in left.program.eqns] == ["sin", "dot_general"]
+    assert (left.known_inputs, left.n_tangents, len(eqn.invars)) == ([False, True], 0, 2)
+
+
 def plain(w, x):
     return jnp.sum(jnp.tanh(x @ recompute(lambda w, _: jnp.sin(w), w, None)))
 
