@@ -732,6 +732,7 @@ def test_a_use_is_listed_once_and_with_how_it_multiplies():
         "twice": [dense, ((1,), (0,), "product", ())],
     }
     assert all("test_roles.py" in x.line for role in found.values() for x in role.uses)
+    assert {*found.values()} >= {found["twice"]}  # roles can be hashed
 
 
 def test_parameters_and_data_in_any_order():

@@ -69,6 +69,9 @@ def test_places_choose_along_axes_that_go():
         ([1], [0, 2], []),
         [[None, 0], [0, None], [2, None]],
     )
+    numbers = lax.GatherDimensionNumbers((2,), (0,), (0,))
+    found = the(lambda x, n: lax.gather(x, n, numbers, (1, 3)), X[:, :, 0], np.ones((4, 5, 1), np.int32))
+    assert sources(found) == [[None, 0], [None, 1], [1, None]]
     numbers = lax.GatherDimensionNumbers((1, 2), (), (2,), (0,), (0,))
     found = the(lambda x, n: lax.gather(x, n, numbers, (1, 3, 2)), X, n)
     assert (roles(found, 0), sources(found)) == (
