@@ -144,9 +144,9 @@ def test_a_plan_tells_what_computes_an_array_and_whether_the_raw_tree_has_its_va
     assert plan.producers.keys() == {("a",), ("b",)}
     assert [plan.has_values((name,)) for name in "abc"] == [True, False, True]
     assert plan.places == {name: (name,) for name in "abc"}
-    shared = rpx.Tie({"b/@lora/a": "a/@lora/a"}, unequal="overwrite") >> rpx.LoRA(1, columns=-1)
-    plan = plan_for(shared, shared.init({"a": W, "b": W}, KEY))
-    assert [plan.has_values(place) for place in (("b",), ("b", "@lora", "a"), ("b", "@lora", "b"))] == [
+    shared = rpx.Tie({"c/@lora/a": "a/@lora/a"}, unequal="overwrite") >> rpx.LoRA(1, columns=-1)
+    plan = plan_for(shared, shared.init({"a": W, "c": W}, KEY))
+    assert [plan.has_values(place) for place in (("c",), ("c", "@lora", "a"), ("c", "@lora", "b"))] == [
         True,
         False,
         True,
