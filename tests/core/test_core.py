@@ -81,6 +81,21 @@ def test_a_stage_is_a_chain_of_one():
         assert rpx.Chain(tuple(each for each in p))._parts == p._parts
 
 
+@pytest.mark.parametrize(
+    ("of", "stage"),
+    [
+        ("stochastic", rpx.VarNoise(0.1)),
+        ("changes_type", rpx.quantized.Cast("bfloat16")),
+        ("straight_through", rpx.FakeQuantized("int8")),
+        ("random_init", rpx.LoRA(2)),
+        ("has_update", rpx.SpectralNorm()),
+    ],
+)
+def test_a_chain_is_what_any_of_its_stages_is(of, stage):
+    chains = rpx.Chain(), rpx.WeightNorm() >> rpx.Mask(), rpx.Mask() >> stage, stage >> rpx.Mask(), rpx.Chain((stage,))
+    assert [getattr(p, of) for p in chains] == [False, False, True, True, True]
+
+
 def test_a_chain_is_the_composition_of_its_stages():
     params = {"w": jnp.arange(6.0).reshape(2, 3) + 1}
     a, b = Affine(2.0), Affine(5.0)

@@ -7,6 +7,8 @@ import pytest
 from flax import nnx
 
 import reparax as rpx
+from reparax.core.axes_at import axes_in_words
+from reparax.core.known_axes import KnownAxes
 from reparax.core.leafwise import candidate_types
 from reparax.core.origins import _match_axes, follow_origin, keep_origins, probe_origins
 from reparax.core.raw import describe_places, flatten
@@ -109,3 +111,25 @@ def test_origins_are_found_by_doubling_and_follow_each_other():
     }
     assert follow_origin((("w",), (None, 1)), (1, None, 0)) == (("w",), (1, None, None))
     assert keep_origins({("w",): np.ones((2, 3)), ("f",): abs}) == {("w",): (("w",), (0, 1))}
+
+
+LAYER, NAME = KnownAxes(source="nnx.Linear", is_class=True), KnownAxes(source="kernel")
+
+
+@pytest.mark.parametrize(
+    ("stage", "bound", "known", "text"),
+    [
+        (rpx.WeightNorm(), rpx.WeightNorm(axis=-1), LAYER, "axis=-1 (nnx.Linear)"),
+        (rpx.WeightNorm(), rpx.WeightNorm(axis=-1, stacked=0), NAME, "axis=-1, stacked=0 ('kernel')"),
+        (rpx.WeightNorm(axis=0), rpx.WeightNorm(axis=0), LAYER, "axis=0 (given)"),
+        (rpx.WeightNorm(axis=None), rpx.WeightNorm(axis=None), LAYER, ""),
+        (rpx.LowRank(2), rpx.LowRank(2), NAME, "rows=0, columns=1 (a matrix)"),
+        (rpx.LowRank(2, rows=1), rpx.LowRank(2, rows=1), LAYER, "rows=1 (given)"),
+        (rpx.LowRank(2, stacked=0), rpx.LowRank(2, stacked=0), NAME, "rows=0, columns=1, stacked=0 (a matrix)"),
+        (rpx.MagnitudePruning(0.5), rpx.MagnitudePruning(0.5), LAYER, ""),
+        (rpx.Tie({"a": "b"}), rpx.Tie({"a": "b"}), NAME, ""),
+    ],
+    ids=repr,
+)
+def test_axes_are_told_with_where_they_come_from(stage, bound, known, text):
+    assert axes_in_words(stage, bound, known) == text
