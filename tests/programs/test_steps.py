@@ -10,6 +10,7 @@ from reparax.programs import jaxprs, steps
 
 W = jnp.asarray(np.arange(24, dtype=np.float32).reshape(3, 2, 4) - 7, np.float32)
 TABLE = jnp.asarray(np.array([0.5, 7, -2], np.float32), np.float32)
+SIGNS = jnp.asarray(np.where(np.arange(24).reshape(3, 2, 4) % 5, 1, -1), np.float32)
 B = jnp.asarray(np.arange(3, dtype=np.float32).reshape(3, 1, 1) + 2, np.float32)
 
 
@@ -89,6 +90,8 @@ MIXED = {
     "stacked along it": lambda w, b: jnp.stack([w, w], axis=0),
     "places for each": lambda w, b: jax.vmap(lambda w, i: w[i])(w, jnp.array([0, 1, 0])) * 2,
     "a part of a table": lambda w, b: w[:, jnp.array([1, 0])] * 2,
+    "a constant in a call": lambda w, b: jax.jit(lambda w: w * SIGNS)(w),
+    "a part and the whole in a call": lambda w, b: jax.jit(lambda w: w * jnp.max(w))(w),
     "in a call": lambda w, b: jax.jit(lambda w: w * jnp.cumsum(w, axis=0))(w),
     "along two axes in a call": lambda w, b: jax.jit(lambda v: v * v.T)(w[:, 0, :3]),
     "large in a call": lambda w, b: jax.jit(lambda w: w[:, :, 0] @ (jnp.ones((2, 1 << 14)) * w[0, 0, 0]))(w),

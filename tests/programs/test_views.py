@@ -166,6 +166,15 @@ def test_a_ragged_product_says_which_axes_have_groups():
     assert (view.contracting, view.batch, view.ragged, view.group) == (((2,), (1,)), ((), ()), 1, 0)
     assert (tuple(view.axes_of_sizes), view.is_whole) == ((0,), True)
     assert set(view.precision) == {lax.Precision.HIGHEST}
+    assert not RaggedDot(view.eqn.replace(params=view.eqn.params | {"group_offset": 1})).is_whole
+    numbers = lax.RaggedDotDimensionNumbers((([3], [2]), ([1], [0])), [2], [1])
+    args = np.ones((6, 2, 5, 3)), np.ones((2, 4, 3, 7)), np.ones((2, 6, 4), np.int32)
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), *args)
+    assert view.axes_of_sizes == (1, 0)
+    numbers = lax.RaggedDotDimensionNumbers((([0, 2], [0, 2]), ([1], [1])), [2], [])
+    args = np.ones((6, 2, 5, 3)), np.ones((6, 2, 5, 7)), np.ones((2, 6, 4), np.int32)
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), *args)
+    assert view.axes_of_sizes == (1, 0)
     numbers = lax.RaggedDotDimensionNumbers((([1], [0]), ([], [])), [1], [])
     view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((5, 6)), sizes[0])
     assert (view.ragged, view.group, tuple(view.axes_of_sizes), view.is_whole) == (1, None, (), True)
