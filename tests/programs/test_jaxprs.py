@@ -159,7 +159,7 @@ def test_the_derivative_of_equal_equations_is_worked_out_once(has_body):
 
 def test_what_shares_its_derivative():
     def told(*xs):
-        return [[jaxprs._is_worth_sharing(eqn, [x]) for x in xs] for eqn in eqns]
+        return [[jaxprs._is_worth_sharing(eqn, [X, x]) for x in xs] for eqn in eqns]
 
     names = ("jit", "custom_jvp_call", "remat2")
     eqns, found = [*program(jnp.sin, X).eqns, *(equation(name, CALLS[name], W, X) for name in names)], {}
@@ -284,6 +284,9 @@ def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
     found = found.replace(invars=[x, *found.invars])
     (got,) = jaxprs.evaluate(found, [X, *consts, jnp.arange(3.0), jnp.ones(3)])
     np.testing.assert_array_equal(got, [np.arange(3) * 4 + 1, np.arange(3) * 4])
+    twice = jax.jit(lambda w: 2 * w)
+    of_calls = program(lambda w: twice(twice(w)), W)
+    assert sum(map(jaxprs.is_jit, jaxprs.transpose(of_calls, of_calls.invars)[0].eqns)) == 2
 
 
 # ---- equations
@@ -503,6 +506,11 @@ def test_a_shard_map_is_written_again():
     eqn = equation("shard_map", sharded, W, X)
     same(again(eqn, (W, X)), sharded(W, X))
     rewritten = equation("shard_map", lambda *args: again(eqn, args), W, X)
+    inside, _ = jaxprs.body(eqn)
+    specs = [{"w": Spec()}, Spec("data")]
+    same(
+        jaxprs.run_sharded(eqn, lambda w, x: jaxprs.evaluate(inside, [w["w"], x]), specs, ({"w": W}, X)), sharded(W, X)
+    )
     others = set(eqn.params) - {"jaxpr"}
     assert {name: rewritten.params[name] for name in others} == {name: eqn.params[name] for name in others}
 

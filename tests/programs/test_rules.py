@@ -16,7 +16,7 @@ from products import PRODUCTS, array_of_sum, product, sum_of, whole
 import reparax as rpx
 from reparax.programs import jaxprs, rules
 from reparax.programs.dependence import Facts
-from reparax.programs.equations import view_of
+from reparax.programs.equations import Gather, view_of
 from reparax.programs.sums import Draw, Factor, Product, Sum
 
 X, W = normal(5, 4, seed=1), {"w": np.diag(normal(4))}
@@ -384,9 +384,34 @@ def test_only_factors_that_need_the_axis_of_a_look_up_are_repeated():
     alone = replace(x, products=(Product((drawn,), x.products[0].axes),))
     assert shapes(alone) is None
     assert rules.look_up(view_of(eqn), x, [x]) is None
+    assert shapes(sum_of(product("b i o", ("bi", np.ones((3, 6), np.int8)), ("o", np.ones(4, np.int8))))) is None
+    fixed = sum_of(product("b i o", ("bi", np.ones((3, 6), np.int8)), ("o", whole(4)), fixed=(0, 1)))
+    assert shapes(fixed) == [(4, 6), (4, 4)]
     filled = one(taken(0, "fill", (1, 6, 4), fill_value=7), whole(3, 6, 4))
     nearest = rules.look_up(view_of(filled), x, [PLACES], nearest=True)
     np.testing.assert_array_equal(array_of_sum(nearest), array_of_sum(x)[[2, 2, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "nearest", "expected"),
+    [
+        ("fill", False, "fill"),
+        ("clip", False, "clip"),
+        ("promise_in_bounds", False, "promise_in_bounds"),
+        ("fill", True, "clip"),
+        ("clip", True, "clip"),
+        ("promise_in_bounds", True, "promise_in_bounds"),
+    ],
+)
+def test_factors_are_looked_up_in_the_mode_of_the_weight(mode, nearest, expected):
+    view, x = view_of(one(taken(0, mode, (1, 6, 4)), whole(3, 6, 4))), SUMS["one-sided"]
+
+    def factors(places):
+        return [factor.array for factor in rules.look_up(view, x, [places], nearest=nearest).products[0].factors]
+
+    kinds = [view_of(eqn) for eqn in jax.make_jaxpr(factors)(PLACES).eqns]
+    modes = {view.mode for view in kinds if isinstance(view, Gather)}
+    assert modes == {lax.GatherScatterMode.from_any(expected)}
 
 
 PLACED = {
