@@ -218,8 +218,11 @@ def test_a_gather_of_rows_says_their_axis():
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 2, 4)),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2, 3), (), (0,)), (1, 3, 4)),
+        lambda x, n: lax.gather(
+            x[:1], n[:, :2], lax.GatherDimensionNumbers((1,), (0, 1), (0, 1)), (1, 1, 4), mode="clip"
+        ),
     ],
-    ids=["two axes", "a row of each", "parts of rows", "an axis of size one"],
+    ids=["two axes", "a row of each", "parts of rows", "an axis of size one", "two axes, one of size one"],
 )
 def test_another_gather_has_no_axis(function):
     assert the(Gather, function, X, N).axis is None
@@ -233,6 +236,9 @@ def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
     assert view.entry_axis_and_column == (1, 1)
     numbers = lax.GatherDimensionNumbers((1, 2, 3), (), (0,))
     assert the(Gather, lambda x, n: lax.gather(x, n[:, :1], numbers, (1, 3, 4)), X, N).entry_axis_and_column == (0, 0)
+    numbers = lax.GatherDimensionNumbers((1,), (0, 1), (0, 1))
+    view = the(Gather, lambda x, n: lax.gather(x[:1, :1], n[:, :2], numbers, (1, 1, 4), mode="clip"), X, N)
+    assert view.entry_axis_and_column == (0, 0)
     for other in (
         lambda x, n: x[n, n],
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
