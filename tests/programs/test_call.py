@@ -1,6 +1,7 @@
 """The arguments of a function, by their paths, and its program."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,12 @@ class Model:
         return x
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Held:
+    x: np.ndarray
+
+
 def named(x, *, local=True):
     return x
 
@@ -95,6 +102,9 @@ def test_a_call_is_named_by_its_function():
     assert check_call("factored", named, None, own_options=["plan"]) == "factored(named)"
     assert check_call("remat", functools.partial(named), (0, 1)) == "remat(named)"
     assert check_call("remat", rpx.remat(named), [0]).startswith("remat(")
+    noted = functools.partial(named)
+    noted.note = "which keeps it apart"
+    assert check_call("remat", functools.partial(noted), 0) == "remat(named)"
     assert check_call("remat", Model(), 0) == "remat(Model)"
     assert check_call("remat", max, 3, own_options=["plan"]) == "remat(max)"
 
@@ -113,6 +123,12 @@ REJECTED = [
         {"fun": {"w": X, "f": len}},
         "factored takes a function, but got {'f': <built-in function len>, 'w': 'float32[2]'} of type dict. "
         "Pass a function, such as the loss.",
+    ),
+    (
+        TypeError,
+        {"fun": [Held(X)]},
+        "factored takes a function, but got [Held(x=array([0., 1.], dtype=float32))] of type list. Pass a function, "
+        "such as the loss.",
     ),
     (
         TypeError,

@@ -115,7 +115,7 @@ def taken(axis, mode, sizes, **settings):
     return lambda w: lax.gather(w, PLACES, numbers, sizes, mode=mode, **settings)
 
 
-def turned(w, start=np.int32(5)):
+def turned(w, start):
     """A slice whose start is known only when it runs; one past the end is moved back."""
     return lax.dynamic_slice(w, (start, np.int32(1)), (3, 4), allow_negative_indices=False)
 
@@ -139,7 +139,7 @@ ROWS = {  # of a table: the sums, and what is done with them
     "twice negative": ("two", lambda w: lax.neg(-w)),
     "copied": ("two", lambda w: lax.copy_p.bind(w)),
     "cut": ("two", lambda w: lax.slice(w, (1, 1), (6, 4), (2, 1))),
-    "cut from a place": ("low-rank", turned),
+    "cut from a place": ("low-rank", lambda w: turned(w, np.int32(5))),
     "cut from a place before the first": ("low-rank", lambda w: turned(w, -jnp.max(lax.iota(np.int32, 3)))),
     "columns of merged rows cut": ("merged", lambda w: w[:, 1:3]),
     "columns of merged rows cut from a place": ("merged", lambda w: lax.dynamic_slice_in_dim(w, np.int32(1), 2, 1)),
@@ -339,6 +339,14 @@ def test_the_precision_of_a_product_is_that_of_its_operands_or_its_own():
             assert rules.make_sum(one(f, W64, W64), each, [FREE, FREE]).precision == high
 
 
+def test_what_divides_a_weight_has_its_dtype():
+    eqn = one(lax.div, *2 * [whole(6, 4).astype(jnp.bfloat16)])
+    x, y = (
+        sum_of(product("i o", ("io", (W64 + 4).astype(dtype))), dtype=jnp.bfloat16) for dtype in (jnp.bfloat16, np.int8)
+    )
+    assert [f.array.dtype for f in rules.make_sum(eqn, [x, y], [FREE, FREE]).products[0].factors] == [jnp.bfloat16] * 2
+
+
 def test_factors_are_cast_stopped_and_marked_themselves():
     x = sum_of(product("i o", ("ir", whole(6, 2)), ("ro", whole(2, 4).astype(np.int8))))
     (cast,) = rules.move_sum(one(lambda w: lax.convert_element_type(w, jnp.bfloat16), W64), [x])
@@ -379,8 +387,13 @@ def test_parts_of_one_structure_are_joined_into_one_product():
     eqn = one(lambda v, w: lax.concatenate([v, w], 0), W64, W64)
     stacked = one(lambda v, w: lax.concatenate([v, w], 0), W64[None], W64[None])
     as_stacked = [rules.broadcast_sum(x, (1, 6, 4), (1, 2)) for x in (a, a)]
-    counts = [len(rules.make_sum(eqn, pair, [FREE, FREE]).products) for pair in ([a, a], [a, b])]
-    assert counts == [3, 4]  # as the low ranks have factors without rows, which differ
+    scaled = rules.make_sum(one(lambda w, x: w * x, W64, np.float32(2)), [a, SUMS["scalar"]], [FREE, FREE])
+    pairs = ([a, a], [a, b], [scaled, scaled])
+    counts = [len(rules.make_sum(eqn, pair, [FREE, FREE]).products) for pair in pairs]
+    assert counts == [3, 4, 3]  # as the low ranks have factors without rows, which differ
+    along_columns = one(lambda v, w: lax.concatenate([v, w], 1), *2 * [whole(6, 5)])
+    for p in rules.make_sum(along_columns, [SUMS["repeated"]] * 2, [FREE, FREE]).products:
+        assert [f.fixed for f in p.factors] == [False, True]  # the second are ones
     found = rules.make_sum(stacked, as_stacked, [FREE, FREE])
     assert [[f.array.shape[0] for f in p.factors] for p in found.products] == [[2, 2], [2]]
     fixed = replace(

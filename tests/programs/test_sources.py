@@ -52,9 +52,8 @@ def test_an_equation_without_a_line_has_that_of_the_equation_around_it():
     call = program(lambda x: jax.jit(sine)(x), X)
     (inside,) = jaxprs.inner_programs(call.eqns[0])
     lines = sources.lines_by_origin(call, "outside")
-    assert [
-        named(lines[jaxprs.origin(eqn)], name) for eqn, name in ((call.eqns[0], "<lambda>"), (inside.eqns[0], "sine"))
-    ]
+    assert named(lines[jaxprs.origin(call.eqns[0])], "<lambda>")
+    assert named(lines[jaxprs.origin(inside.eqns[0])], "sine")
     assert set(sources.lines_by_origin(without_lines(program(sine, X)), "outside").values()) == {"outside"}
     cut = without_lines(inside)
     eqn = call.eqns[0].replace(params=call.eqns[0].params | {"jaxpr": call.eqns[0].params["jaxpr"].replace(jaxpr=cut)})
@@ -68,6 +67,7 @@ def test_the_line_of_an_output_is_inside_its_call():
     (eqn,) = program(two, X).eqns
     lines = [sources.line_of_output(eqn, i, {}) for i in range(3)]
     assert [named(line, name) for line, name in zip(lines, ("sine", "two", "<lambda>"), strict=True)] == [True] * 3
+    assert named(sources.describe_read(eqn, "reads it", {}), "sine")
     (cut,) = without_lines(program(sine, X)).eqns
     assert sources.line_of_output(cut, 0, {jaxprs.origin(cut): "around"}) == "around"
     assert sources.line_of_output(cut, 0, {}) == ""

@@ -198,7 +198,7 @@ class Gather(View, names=("gather",)):
     mode = Param[lax.GatherScatterMode]()
     """How out-of-bounds indices are handled."""
     fill_value = Param[Any]()
-    """The result for an out-of-bounds index in the mode ``"fill"``; None for JAX's default value for the dtype."""
+    """The result for an out-of-bounds index in the mode ``"fill"``; None in all other modes."""
     slice_sizes = Param[Sequence[int]]()
     """The size of a slice along each axis of the first operand."""
 
