@@ -3,6 +3,7 @@
 Each fails where JAX changes it, and names the version that changed it last, if one did since jax 0.8.0.
 """
 
+import functools
 import importlib.metadata
 import re
 import tomllib
@@ -201,6 +202,13 @@ def test_equations_run_one_by_one_where_they_may_share_a_derivative(f, n, monkey
     assert len(evaluated) == n + 2
 
 
+def test_what_prints_shares_nothing(monkeypatch):
+    monkeypatch.setattr(jaxprs, "_SHARED_FUNCTIONS", {})
+    held = program(lambda x: jax.debug.print("{}", x), X)
+    jax.make_jaxpr(lambda x: jax.linearize(lambda x: (jaxprs.evaluate(held, [x]), x)[1], x)[0])(X)
+    assert not jaxprs._SHARED_FUNCTIONS
+
+
 def test_values_are_dropped_after_their_last_use(monkeypatch):
     class Value:
         pass
@@ -273,6 +281,14 @@ def test_a_linearized_function_with_zeros_among_its_outputs_is_traced():
     linear = jax.linearize(lambda w: (jax.lax.stop_gradient(w), 2 * w), W)[1]
     found, stored = jaxprs.program_and_residuals(linear, [W], 2)
     same(jaxprs.evaluate(found, [*stored, W]), [np.zeros((2, 3)), 2 * W])
+
+
+def test_a_linearized_function_whose_program_has_constants_of_its_own_is_traced():
+    held = jax.make_jaxpr(lambda x: x * X)(X)
+    assert len(jaxprs.consts_first(held)[1]) == 1
+    linear = jax.tree_util.Partial(functools.partial(lambda held, stored, x: [3 * x * stored], held), 2 * X)
+    found, stored = jaxprs.program_and_residuals(linear, [X], 1)
+    same(jaxprs.evaluate(found, [*stored, 5 * X]), [30 * X])
 
 
 def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
@@ -400,6 +416,10 @@ def test_a_kernel_has_mutable_arrays_of_its_own():
         y[...] = jnp.sin(x[...])
 
     assert not jaxprs.has_refs(program(pallas.pallas_call(kernel, jax.ShapeDtypeStruct(W.shape, W.dtype)), W))
+    inside = jax.make_jaxpr(lambda ref: jax.new_ref(ref[...])[...])(jax.new_ref(W))
+    (call,) = program(jax.jit(jnp.sin), W).eqns
+    caller = program(jax.jit(jnp.sin), W).replace(eqns=[call.replace(params=call.params | {"jaxpr": inside})])
+    assert not jaxprs.has_refs(caller)
 
 
 def test_the_lines_of_source_begin_with_the_innermost():
@@ -451,6 +471,12 @@ def again(eqn, args, body=None):
     """The values of an equation that is written again, by default with its own body."""
     inside, consts = jaxprs.body(eqn)
     return jaxprs.runner_of(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
+
+
+def test_a_scan_of_nothing_but_steps_is_written_again():
+    f, args, _ = SCANS["no steps"]
+    rewritten = equation("scan", lambda w: again(equation("scan", f, *args), [w, w]), W)
+    assert rewritten.params["length"] == 3
 
 
 @pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
@@ -734,7 +760,9 @@ def test_what_is_passed_to_a_call_that_is_evaluated():
 
 
 def test_mutable_inputs_are_told_too():
-    assert jaxprs.has_refs(program(lambda w, ref: ref[...], W, jax.new_ref(W)))
+    ref = jax.new_ref(W)
+    assert jaxprs.has_refs(program(lambda w, ref: ref[...], W, ref))
+    assert jaxprs.has_refs(program(lambda w: ref[...] + w, W))
 
 
 def test_a_scan_of_unknown_length_is_written_again():

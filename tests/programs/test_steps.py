@@ -152,13 +152,14 @@ def test_a_part_has_the_derivative_of_its_own():
 def outputs_and_parts(function, axis, *shapes):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)).jaxpr
     plan = steps.plan(jaxpr, [(jaxpr.outvars[0], axis)])
-    return jaxpr, plan, [(jaxpr.invars.index(v) if v in jaxpr.invars else "out", axis) for v, axis in plan.parts]
+    return jaxpr, plan, [(jaxpr.invars.index(v) if v in jaxpr.invars else "other", axis) for v, axis in plan.parts]
 
 
 def dot(contracting, batch):
     return lambda x, y: lax.dot_general(x, y, (contracting, batch))
 
 
+PLACES = np.array([[1], [0]], np.int32)
 READ = [  # what is computed, the shapes of the operands, and for each axis what is read
     (lax.mul, [(3, 4), (1, 4)], [[(0, 0), (1, None)], [(0, 1), (1, 1)]]),
     (lambda x: lax.select_n(x > 0, x, x), [(3, 4)], [[(0, 0)], [(0, 1)]]),
@@ -171,13 +172,23 @@ READ = [  # what is computed, the shapes of the operands, and for each axis what
     (lambda x: jnp.max(x, 0), [(3, 2, 4)], [[(0, 1)], [(0, 2)]]),
     (lambda x: jnp.sum(x, (0, 2)), [(3, 2, 4, 5)], [[(0, 1)], [(0, 3)]]),
     (lambda x: lax.transpose(x, (2, 0, 1)), [(3, 2, 4)], [[(0, 2)], [(0, 0)], [(0, 1)]]),
-    (lambda x: x[:, 1:], [(3, 2)], [[(0, 0)], [("out", 1)]]),
-    (lambda x, y: lax.concatenate([x, y], 1), [(3, 2), (3, 4)], [[(0, 0), (1, 0)], [("out", 1)]]),
-    (lambda x: lax.split(x, (1, 2), axis=1)[0], [(4, 3)], [[(0, 0)], [("out", 1)]]),
-    (lambda x: x.reshape(6, 4), [(3, 2, 4)], [[("out", 0)], [(0, 2)]]),
-    (lambda x: x.reshape(2, 3, 4), [(3, 2, 4)], [[("out", 0)], [("out", 1)], [(0, 2)]]),
-    (lambda x: x.reshape(3, 2, 2, 2), [(3, 2, 4)], [[(0, 0)], [(0, 1)], [("out", 2)], [("out", 3)]]),
-    (lambda x: lax.reshape(x, (3, 4), dimensions=(1, 0)), [(4, 3)], [[("out", 0)], [("out", 1)]]),
+    (lambda x: x[:, 1:], [(3, 2)], [[(0, 0)], [("other", 1)]]),
+    (lambda x, y: lax.concatenate([x, y], 1), [(3, 2), (3, 4)], [[(0, 0), (1, 0)], [("other", 1)]]),
+    (lambda x: lax.split(x, (1, 2), axis=1)[0], [(4, 3)], [[(0, 0)], [("other", 1)]]),
+    (lambda x: x.reshape(6, 4), [(3, 2, 4)], [[("other", 0)], [(0, 2)]]),
+    (lambda x: x.reshape(2, 3, 4), [(3, 2, 4)], [[("other", 0)], [("other", 1)], [(0, 2)]]),
+    (lambda x: x.reshape(3, 2, 2, 2), [(3, 2, 4)], [[(0, 0)], [(0, 1)], [("other", 2)], [("other", 3)]]),
+    (lambda x: lax.reshape(x, (3, 4), dimensions=(1, 0)), [(4, 3)], [[("other", 0)], [("other", 1)]]),
+    (
+        lambda x: lax.gather(x, PLACES, lax.GatherDimensionNumbers((0, 2), (1,), (1,)), (3, 1, 4)),
+        [(3, 2, 4)],
+        [[("other", 0)], [(0, None), ("other", 0)], [("other", 2)]],
+    ),
+    (
+        lambda x: lax.gather(x, PLACES, lax.GatherDimensionNumbers((1,), (1,), (1,), (0,), (0,)), (1, 1, 4)),
+        [(2, 3, 4)],
+        [[("other", 0)], [("other", 1)]],
+    ),
     (dot(((1,), (0,)), ((), ())), [(3, 2), (2, 4)], [[(0, 0), (1, None)], [(0, None), (1, 1)]]),
     (dot(((1,), (1,)), ((2,), (0,))), [(3, 2, 5), (5, 2)], [[(0, 2), (1, 0)], [(0, 0), (1, None)]]),
 ]

@@ -593,7 +593,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
     JAX also records the use of a mesh axis as an effect. This effect is ignored because it does not restrict how often
     the equation runs.
     """
-    return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:
