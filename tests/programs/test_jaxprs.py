@@ -688,6 +688,14 @@ def test_calls_are_inlined_also_inside_others_but_a_body_that_is_shared_is_not()
         assert jaxprs.inline_calls(program(twice, W), jaxprs.is_jit) is None
 
 
+def test_constants_of_inlined_calls_are_the_first_inputs():
+    first, second = jnp.arange(2.0), jnp.arange(2.0) + 5
+    held = program(lambda x: jax.jit(lambda x: x * second)(jax.jit(lambda x: x + first)(x)), X)
+    found, consts = jaxprs.inline_calls(held, jaxprs.is_jit)
+    same(consts, [first, second])
+    same(jaxprs.evaluate(found, [*consts, X]), [(X + np.arange(2)) * [5, 6]])
+
+
 def test_programs_are_cut_and_joined():
     jaxpr = program(lambda w, x: (jnp.sin(w) * 2, x @ jnp.cos(w)), W, X)
     w, x = jaxpr.invars
