@@ -689,11 +689,11 @@ def test_calls_are_inlined_also_inside_others_but_a_body_that_is_shared_is_not()
 
 
 def test_constants_of_inlined_calls_are_the_first_inputs():
-    first, second = jnp.arange(2.0), jnp.arange(2.0) + 5
+    first, second = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 2)) * 5
     held = program(lambda x: jax.jit(lambda x: x * second)(jax.jit(lambda x: x + first)(x)), X)
     found, consts = jaxprs.inline_calls(held, jaxprs.is_jit)
     same(consts, [first, second])
-    same(jaxprs.evaluate(found, [*consts, X]), [(X + np.arange(2)) * [5, 6]])
+    same(jaxprs.evaluate(found, [*consts, X]), [(X + np.arange(8).reshape(4, 2)) * 5])
 
 
 def test_programs_are_cut_and_joined():
