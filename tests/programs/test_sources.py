@@ -35,12 +35,20 @@ def test_the_line_of_an_equation_is_the_innermost_of_the_user():
     assert named(sources.line_of(eqn), "<lambda>")
 
 
-def test_a_notebook_cell_has_no_file():
+def line_in(file):
+    """The line of a sine in a file of this name."""
     names = {}
-    exec(
-        compile("import jax.numpy as jnp\ndef f(x):\n    return jnp.sin(x)", "/tmp/ipykernel_12/3456.py", "exec"), names
-    )
-    assert sources.line_of(program(names["f"], X).eqns[0]).startswith("<cell>:3")
+    exec(compile("import jax.numpy as jnp\ndef f(x):\n    return jnp.sin(x)", file, "exec"), names)
+    return sources.line_of(program(names["f"], X).eqns[0])
+
+
+def test_a_notebook_cell_has_no_file():
+    assert line_in("/tmp/ipykernel_12/3456.py").startswith("<cell>:3")
+
+
+def test_packages_beside_this_one_are_the_users():
+    beside = str(Path(sources.__file__).parents[1]) + "_models/model.py"
+    assert line_in(beside).startswith(f"{beside}:3")
 
 
 def without_lines(jaxpr):
