@@ -73,6 +73,7 @@ def test_a_stage_is_a_chain_of_one():
     assert (len(stage), [*stage], stage[0], stage[-1]) == (1, [stage], stage, stage)
     assert (stage[:], stage[1:]) == (rpx.Chain((stage,)), rpx.Chain())
     assert stage in stage
+    assert [stage == x for x in (3, None, other, rpx.Chain((stage,)))] == [False] * 4
     assert other not in stage
     with pytest.raises(IndexError):
         stage[1]
