@@ -8,7 +8,6 @@ from errors import raises
 
 import reparax as rpx
 from reparax.testing import _evidence as evidence
-from reparax.testing import _laws
 from reparax.testing._evidence import Case
 
 F32, F16 = np.float32, np.float16
@@ -237,96 +236,6 @@ def test_the_standard_error_of_an_entry_is_at_least_that_of_all_entries():
     shifted = evidence.deviation(np.array([4.0, 4.0, 4.0]), np.array([4.0, 4.0, 3.0]), 4)
     np.testing.assert_allclose(shifted, [[1, 1, 1], [0, 0, 0]])
     np.testing.assert_allclose(evidence.deviation(np.zeros(2), np.array([4.0, 0.0]), 4)[1], [0.5, 0])
-
-
-def of_mean(monkeypatch, total, squares, claimed):
-    """The verdict of the law ``mean`` on sums over 1024 draws."""
-    sums = {"a": np.array(total) * 1024}, {"a": np.array(squares) * 1024}
-    monkeypatch.setattr(evidence, "deviations", lambda *_: ({"a": np.array(claimed, F32)}, *sums))
-    _laws._require_mean(CASE, 0, CASE)
-
-
-NOISE = 1.0  # the variance of each deviation, whose mean has the standard error 1 / 32
-MEANS = {
-    "none": ([0, 0, 0, 0], True),
-    "below six errors": ([5.9 / 32, 0, 0, 0], True),
-    "above six errors": ([0, 6.1 / 32, 0, 0], False),
-    "below minus six errors": ([-6.1 / 32, 0, 0, 0], False),
-    "in the average": ([0, 0, 6.1 / 32, 0], False),
-    "in the weighted average": ([0, 0, 0, 6.1 / 32], False),
-}
-
-
-@pytest.mark.parametrize(("total", "holds"), MEANS.values(), ids=MEANS)
-def test_a_mean_may_deviate_by_six_standard_errors(total, holds, monkeypatch):
-    squares = NOISE + np.square(total)
-    if holds:
-        of_mean(monkeypatch, total, squares, [0, 0])
-    else:
-        text = r"at 'a', the mean of 1024 draws .* by 1\.9e-01, with a standard error of 3\.1e-02; define"
-        with pytest.raises(AssertionError, match=text):
-            of_mean(monkeypatch, total, squares, [0, 0])
-
-
-def test_a_mean_may_deviate_by_rounding(monkeypatch):
-    of_mean(monkeypatch, [1e-3, 0, 0, 0], [1e-6, 0, 0, 0], [0, -200])  # 64 eps of 200 is 1.5e-3
-    with pytest.raises(AssertionError, match="law of a name"):
-        of_mean(monkeypatch, [2e-3, 0, 0, 0], [4e-6, 0, 0, 0], [0, -200])
-
-
-# ---- verdicts
-
-HALF = {
-    "init": ("init", [300, 1], [300, 3], True),
-    "init, not finite": ("init", [np.inf, 1], [300, 3], False),
-    "fold by a quarter": ("fold", [300, 225], [300, 300], True),
-    "fold by more": ("fold", [300, 224], [300, 300], False),
-    "update by more": ("update", [300, 224], [300, 300], False),
-    "update, not finite": ("update", [np.nan, 300], [300, 300], False),
-    "draws by more": ("apply", [300, 0], [300, 300], True),
-    "draws, not finite": ("apply", [np.inf, 0], [300, 300], False),
-    "gradient by more": ("the gradient", [300, 0], [300, 300], True),
-    "gradient, not finite": ("the gradient", [np.nan, 0], [300, 300], False),
-    "too large for float16": ("fold", [np.inf, 0], [65504, 300], True),
-    "just not too large for float16": ("fold", [np.inf, 0], [65472, 300], False),
-}
-
-
-@pytest.mark.parametrize(("method", "narrow", "wide", "holds"), HALF.values(), ids=HALF)
-def test_half_precision_may_round_but_not_overflow(method, narrow, wide, holds, monkeypatch):
-    def results(p, params, key):
-        numbers = narrow if params["a"].dtype == F16 else wide
-        found = {name: {"a": single(1)} for name in ("init", "fold", "apply", "the gradient", "update")}
-        return found | {method: {"a": single(*numbers)}}
-
-    monkeypatch.setattr(evidence, "compiled_results", results)
-    case = Case("half precision", rpx.Chain(), {"a": single(1, 2)}, jax.random.key(0))
-    if holds:
-        _laws.half_precision(case)
-    else:
-        with pytest.raises(AssertionError, match=rf"{method} gives .* entry of 'a', but .* in float32; compute in"):
-            _laws.half_precision(case)
-
-
-@pytest.mark.parametrize(("bound", "holds"), [(0.3, True), (0.2, False)])
-def test_a_slope_is_compared_with_central_differences(bound, holds, monkeypatch):
-    """The objective is twice the sum, whose gradient is said to be larger by a quarter of one and the slope."""
-    monkeypatch.setattr(evidence, "normal", lambda tree, key: {"a": single(1, 0.5)})
-
-    def slope(p, raw, key):
-        slope_by_hand = 2 * 1.5
-        too_large = slope_by_hand + 0.25 * (1 + slope_by_hand)
-        return 2 * np.sum(raw["a"]), {"a": single(too_large, 0)}
-
-    monkeypatch.setattr(evidence, "slope", slope)
-    monkeypatch.setattr(Case, "moved", {"a": single(1, 2)})
-    case = Case("gradients", rpx.Chain(), {}, jax.random.key(0))
-    if holds:
-        _laws._require_slope(case, 0.5, bound)
-    else:
-        text = "finite differences give the slope 3, but the gradient gives 4; if that is intended, set"
-        with pytest.raises(AssertionError, match=text):
-            _laws._require_slope(case, 0.5, bound)
 
 
 # ---- chains and files
