@@ -1,5 +1,7 @@
 """The evidence on which laws decide: comparisons, statistics and wrong trees, with numbers by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,6 +243,66 @@ def test_the_standard_error_of_an_entry_is_at_least_that_of_all_entries():
 # ---- chains and files
 
 
+class Half(rpx.Perturbation):
+    """Its mean is half of the array."""
+
+    def apply_leaf(self, w, key):
+        return w * jax.random.bernoulli(key, 0.5, w.shape).astype(w.dtype)
+
+    def mean_leaf(self, w):
+        return 0.5 * w
+
+
+@pytest.mark.parametrize(
+    ("p", "kept"),
+    [
+        (Half(), rpx.Chain()),
+        (rpx.WeightNorm() >> Half(), rpx.Chain((rpx.WeightNorm(),))),
+        (rpx.WeightNorm() >> rpx.VarNoise(0.1), rpx.WeightNorm() >> rpx.VarNoise(0.1)),
+        (rpx.Gaussian(0.1) >> rpx.quantized.Cast("float32"), rpx.Gaussian(0.1) >> rpx.quantized.Cast("float32")),
+        (rpx.WeightNorm(), rpx.WeightNorm()),
+    ],
+    ids=repr,
+)
+def test_noise_whose_mean_is_another_array_is_left_out(p, kept):
+    assert evidence.without_means(p) == kept
+
+
+class Wide(rpx.Reparametrization):
+    """Keeps a part of its value in half precision."""
+
+    raw_values = {"x": rpx.stage.main(), "half": rpx.stage.aux()}
+
+    def init_leaf(self, w):
+        return {"x": w, "half": w.astype(jnp.float16)}
+
+    def apply_leaf(self, values):
+        return values["x"] + values["half"].astype(values["x"].dtype)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "bits", "keeps"),
+    [
+        (rpx.WeightNorm(axis=-1), np.ones((2, 2), F32), 32, True),
+        (rpx.WeightNorm(axis=-1), np.ones((2, 2), F32), 64, False),
+        (Wide(), np.ones((2, 2), F32), 32, False),
+        (Wide(), np.ones((2, 2), F32), 16, True),
+        (rpx.Freeze(), np.ones((2, 2), np.int32), 64, True),
+        (rpx.WeightNorm(axis=-1, where="w"), np.ones((), F32), 16, False),
+    ],
+)
+def test_precision_is_that_of_all_that_trains_and_of_the_weights(p, w, bits, keeps):
+    assert evidence.keeps_precision(p, {"w": w}, jax.random.key(0), bits) is keeps
+
+
+@pytest.mark.parametrize("reads", [(), ("grad",), ("key", "grad")])
+def test_weights_are_gradients_where_one_stage_reads_such(reads, monkeypatch):
+    stages = SimpleNamespace(update_reads=("key",)), SimpleNamespace(update_reads=reads)
+    monkeypatch.setattr(evidence, "stages_of", lambda p: stages)
+    p = SimpleNamespace(fold=lambda raw: "weights", update=lambda *args: args)
+    assert evidence.update_raw(p, "raw", "key") == ("raw", "key", *(["weights"] if "grad" in reads else []))
+
+
 def local_stage():
     class Local(rpx.Perturbation):
         def apply_leaf(self, w, key):
@@ -281,3 +343,10 @@ def test_a_tree_is_written_in_the_formats_that_take_it(raw, names):
         assert evidence.equal(way(raw), raw)
     if "safetensors" in names:
         assert evidence.equal(evidence.by_safetensors(raw), raw)
+
+
+def test_orbax_needs_a_template_for_lists():
+    raw = {"a": [jnp.ones(2)]}
+    assert jax.tree.structure(evidence.by_orbax(raw)) == jax.tree.structure(raw)
+    again = evidence.by_orbax({"a": {"b": jnp.ones(2)}}, alone=True)
+    np.testing.assert_array_equal(again["a"]["b"], [1, 1])

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reparax as rpx
 from reparax.testing import _evidence as evidence
-from reparax.testing import _laws
+from reparax.testing import _laws, check_laws
 from reparax.testing._evidence import Case
 
 F32, F16 = np.float32, np.float16
@@ -71,6 +72,22 @@ def verdict(law, case, text):
     with pytest.raises(AssertionError) as found:
         law(case)
     assert text in str(found.value)
+
+
+def test_laws_are_chosen_by_name_and_others_do_not_run(monkeypatch):
+    ran = []
+    monkeypatch.setattr(_laws, "LAWS", dict.fromkeys(("keys", "half_precision"), ran.append))
+    other = jax.random.key(1)
+    check_laws(rpx.WeightNorm(), PARAMS)
+    check_laws(rpx.WeightNorm(), PARAMS, other, laws="keys")
+    check_laws(rpx.WeightNorm(), PARAMS, other, laws=iter(["half_precision"]))
+    assert [each.law for each in ran] == ["keys", "half precision", "keys", "half precision"]
+    assert [each.key is other for each in ran] == [False, False, True, True]
+    assert all(each.chain == rpx.WeightNorm() and each.params is PARAMS for each in ran)
+    np.testing.assert_array_equal(jax.random.key_data(ran[0].key), jax.random.key_data(KEY))
+    with raises(ValueError, "check_laws got 'means' as a law. Choose from 'keys', 'half_precision'."):
+        check_laws(rpx.WeightNorm(), PARAMS, laws=("keys", "means"))
+    assert len(ran) == 4
 
 
 # ---- mean
@@ -522,7 +539,8 @@ def test_every_form_of_where_that_selects_nothing_is_refused(taken, monkeypatch)
     plain = rpx.WeightNorm.init
 
     def init(self, params, key=None):
-        return params if taken and repr(self.where).startswith(taken) else plain(self, params, key)
+        is_taken = taken and repr(self.where).startswith(taken) and key is KEY
+        return params if is_taken else plain(self, params, key)
 
     monkeypatch.setattr(rpx.WeightNorm, "init", init)
     text = "init accepts where=" if taken else None
