@@ -1,5 +1,6 @@
 """The evidence on which laws decide: comparisons, statistics and wrong trees, with numbers by hand."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -301,6 +302,12 @@ def test_weights_are_gradients_where_one_stage_reads_such(reads, monkeypatch):
     monkeypatch.setattr(evidence, "stages_of", lambda p: stages)
     p = SimpleNamespace(fold=lambda raw: "weights", update=lambda *args: args)
     assert evidence.update_raw(p, "raw", "key") == ("raw", "key", *(["weights"] if "grad" in reads else []))
+
+
+def test_a_chain_with_a_stage_that_moves_weights_is_not_updated_behind_another():
+    p, params = rpx.sparse.RigL(0.5) >> rpx.VarNoise(0.1), {"w": np.ones((2, 2), F32)}
+    pairs = jax.eval_shape(partial(evidence.beside_another, p), params, jax.random.key(0))
+    assert pairs.keys() == {"behind", "before"}
 
 
 def local_stage():

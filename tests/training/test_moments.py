@@ -126,3 +126,16 @@ def test_moments_of_a_mask_itself_stay():
     got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]
     np.testing.assert_array_equal(got["w"], [[1, 0], [1, 1]])
     np.testing.assert_array_equal(got["@fixed"]["mask"], np.ones((2, 2)))
+
+
+def test_moments_of_frozen_weights_under_a_mask_stay():
+    frozen = {"@freeze": {"@fixed": {"w": np.float32([[4, 1], [3, 2]])}}}
+    before, after = (
+        {"w": {"@magnitude_pruning": {"w": frozen, "@fixed": {"mask": np.float32([[1, last], [1, last]])}}}}
+        for last in (0, 1)
+    )
+    p = rpx.Freeze() >> rpx.MagnitudePruning(0.5)
+    p.check(before, like={"w": np.ones((2, 2), np.float32)})
+    state = optax.trace(0.9).init(before)._replace(trace=jax.tree.map(np.ones_like, before))
+    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]["w"]
+    np.testing.assert_array_equal(got["@freeze"]["@fixed"]["w"], np.ones((2, 2)))
