@@ -307,3 +307,12 @@ def test_blocks_are_reduced_and_spread(shape, sizes):
     np.testing.assert_allclose(grid.reduce_blocks(jnp.sum, jnp.asarray(x), 0), sums, rtol=1e-5, atol=1e-6)
     spread = np.broadcast_to(grid.spread(grid.mean(jnp.asarray(x))), shape)
     np.testing.assert_allclose(spread, means, rtol=1e-5, atol=1e-6)
+
+
+def test_short_tables_need_no_gather_and_long_ones_few_comparisons():
+    x, codes = jnp.ones(3), jnp.ones(3, jnp.uint8)
+    short, long = _formats.E2M1, _formats.floating_numbers("float8_e4m3fn")
+    for program in (jax.make_jaxpr(lambda x: short.encode(x, None))(x), jax.make_jaxpr(short.decode)(codes)):
+        assert "gather" not in str(program)
+    found = str(jax.make_jaxpr(long.encode)(x, jnp.zeros(3)))
+    assert 1 <= found.count(" gt ") <= 9  # 2^8 numbers are told apart by eight
