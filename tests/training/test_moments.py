@@ -139,3 +139,14 @@ def test_moments_of_frozen_weights_under_a_mask_stay():
     state = optax.trace(0.9).init(before)._replace(trace=jax.tree.map(np.ones_like, before))
     got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]["w"]
     np.testing.assert_array_equal(got["@freeze"]["@fixed"]["w"], np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (2,), (2, 2, 1)])
+def test_arrays_that_a_mask_does_not_cover_stay(shape):
+    before, after = (
+        {"w": {"@rigl": {"w": np.ones((2, 2), np.float32), "@fixed": {"mask": np.full((2, 2), x, np.float32)}}}}
+        for x in (0, 1)
+    )
+    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}}
+    got = rpx.training.reset_moments(state, before, after)
+    np.testing.assert_array_equal(got["sum"]["w"]["@rigl"]["w"], np.ones(shape))
