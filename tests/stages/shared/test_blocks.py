@@ -389,6 +389,13 @@ def test_a_cell_without_biases_is_one_in_every_layout():
     ) == [f"{source}{gate}" for source in "hi" for gate in "fgio"]
 
 
+def test_a_file_that_keeps_no_empty_dicts_is_read():
+    p, params = rpx.shared.Split({"w": rpx.shared.Concat(("a: 2", "b: 3"))}), {"a": B[:2], "b": B[:3]}
+    raw = p.init(params)
+    assert raw["b"] == {"@split": {}}
+    same(p.apply({**raw, "b": {"@split": None}}), params)
+
+
 @pytest.mark.parametrize(("order", "same_as"), [("ifco", "ifgo"), ("cifo", "gifo"), ("icfo", "igfo")])
 def test_the_cell_gate_may_be_called_c(order, same_as):
     assert rpx.shared.gates("input", order) == rpx.shared.gates("input", same_as)

@@ -263,7 +263,7 @@ class Scaled(Reparametrization):
 
     def _range_of(self, x: Array, blocks: Grid, *, with_zero: bool) -> tuple[Array, Array]:
         """Computes the range of numbers that the codes of each block represent; NaN if an entry is not finite."""
-        if self.calibration_method != "absmax":
+        if self.calibration_method != "absmax" or x.size == 0:
             extent = self._extent_of(x, blocks)
             return -extent, extent
         low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
