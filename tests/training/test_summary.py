@@ -218,6 +218,7 @@ def test_axes_that_the_user_gave_and_stages_without_axes():
 
 
 def test_stages_of_vectors_leave_no_weights_out():
+    assert rpx.summary(rpx.WeightNorm(), jax.eval_shape(lambda: {"kernel": jnp.ones((2, 2))})).left_out == ()
     params = {"p": jnp.ones(3), "codes": jnp.ones((2, 2), jnp.int32)}
     assert rpx.summary(rpx.numbers.Simplex(), jax.eval_shape(lambda: params)).left_out == ()
     of_matrices = rpx.summary(rpx.WeightNorm(), jax.eval_shape(lambda: params | {"kernel": jnp.ones((2, 2))}))

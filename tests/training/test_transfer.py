@@ -353,6 +353,9 @@ def test_numbers_over_the_whole_tree_become_numbers_by_array():
     raw = p.init(PARAMS)
     before = {**raw, "a": {**raw["a"], "kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
     assert_equal(rpx.transfer(p, p, before), raw)
+    ones = jax.tree.map(np.ones_like, before)
+    moments = rpx.transfer(p, p, optax.trace(0.9).init(before)._replace(trace=ones), like=before).trace
+    np.testing.assert_array_equal(moments["a"]["kernel"]["@scale"]["x"], np.ones((5, 4)))
     with pytest.raises(ValueError, match="a/kernel: expected @scale, got @scale@2"):
         p.check(before, like=PARAMS)
 

@@ -107,8 +107,9 @@ def is_largest_negative(x: Array, blocks: Grid) -> Array:
     """Returns whether the first entry of the largest magnitude in each block is negative."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-    first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
-    up, down = (blocks.reduce_blocks(first, jnp.where(x == end, index, x.size), x.size) for end in (largest, -largest))
+    up, down = (
+        blocks.reduce_blocks(jnp.min, jnp.where(x == end, index, x.size), x.size) for end in (largest, -largest)
+    )
     return down < up
 
 
