@@ -72,6 +72,14 @@ def test_weights_are_computed_just_before_they_are_read(name):
     assert [f"[{text}]" if delayed else text for text, delayed in found] == want
 
 
+def test_a_weight_waits_for_the_data_of_its_reader_with_the_most_axes():
+    shapes = (3, 3), (), (3, 3)
+    program = traced(lambda w, a, x: lax.clamp(a, jnp.sin(w), x), *shapes)
+    delayed = traced(lambda *args: _remat_order.run_delayed(program, args, [True, False, False]), *shapes)
+    (tie,) = (eqn for eqn in delayed.eqns if eqn.primitive.name == "reparax_tie")
+    assert [x.aval.shape for x in tie.invars] == [(3, 3), (3, 3)]
+
+
 # ---- what must wait
 
 
@@ -85,6 +93,7 @@ WAITING = {
     "an input that is not small": (lambda a, b: a * jnp.tile(b, 8), [(64,), (8,)], "b"),
     "the smaller half": (lambda a, b: jnp.sin(a) * b[:, None], [(8, 8), (8,)], "ab"),
     "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "ab"),
+    "a kernel": (lambda a, b: lax.conv(a * 2, b * 2, (1, 1), "SAME"), [(1, 2, 8, 8), (2, 2, 3, 3)], "ab"),
     "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
     "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
     "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),
@@ -293,6 +302,16 @@ def test_residuals_are_read_again_recomputed_or_stored():
     assert [eqn.primitive.name for eqn in forward.program.eqns] == ["sin", "dot_general", "tanh", "exp"]
     assert len(forward.program.outvars) == 1 + 2
     assert list(forward.known_inputs) == [True, False]
+
+
+def test_dead_code_takes_its_inputs_along():
+    program = traced(lambda a, b, x, w: (jnp.sin(a) * b, x @ jnp.sin(w)), *4 * [(3, 3)])
+    call = _remat_derivative.RematCall(program, [True, False, False, True])
+    whole = traced(lambda *args: _remat_derivative.recomputed_call(call, args), *4 * [(3, 3)])
+    (eqn,) = jaxprs.keep_used(whole, [False, True])[0].eqns
+    left = _remat_derivative.call_of(eqn.params)
+    assert [e.primitive.name for e in left.program.eqns] == ["sin", "dot_general"]
+    assert (left.known_inputs, left.n_tangents, len(eqn.invars)) == ([False, True], 0, 2)
 
 
 def plain(w, x):
