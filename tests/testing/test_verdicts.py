@@ -284,6 +284,17 @@ def test_each_transformation_is_compared_with_eager_evaluation(wrong, eager):
     assert not np.array_equal(jax.random.key_data(other), jax.random.key_data(KEY))
 
 
+def test_types_under_tracing_are_those_of_init(eager):
+    def init(params, key):
+        is_traced = isinstance(params["a"], jax.core.Tracer)
+        return {"a": params["a"].astype(F16 if is_traced else F32)}
+
+    draws = dict.fromkeys(WAYS[3:], PARAMS)
+    draws |= {"vmap of init": {"a": np.stack([W, W])}, "scan of vmap of checkpoint": {"a": np.array([[W, W], [W, W]])}}
+    eager(transformed=lambda *_: draws)
+    verdict(_laws.transformations, case(chain(init=init)), "eval_shape of init gives [('a', (2,), dtype('float16'))]")
+
+
 # ---- keys
 
 NOISE = chain(fold=lambda raw: raw)

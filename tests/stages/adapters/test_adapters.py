@@ -178,6 +178,18 @@ def test_factors_of_a_smaller_rank_are_the_nearest_and_balanced(dtype):
         np.testing.assert_allclose(gram, np.diag(singular[:2]), rtol=1e-4, atol=1e-4)
 
 
+def test_a_larger_rank_appends_what_is_fresh_and_zeros():
+    old, new = rpx.LoRA(2, alpha=2.0), rpx.LoRA(3, alpha=6.0)
+    a, b, w, fresh = (np.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(5, 2), (2, 4), (5, 4), (5, 3)]))
+    got = jax.jit(lambda values, fresh: new._convert(old, values, fresh))({"a": a, "b": b, "w": w}, {"a": fresh})
+    np.testing.assert_array_equal(got["a"], np.concatenate([a, fresh[:, 2:]], axis=1))
+    np.testing.assert_allclose(got["b"], np.concatenate([b / 2, np.zeros((1, 4), np.float32)]), rtol=1e-6)
+    np.testing.assert_array_equal(got["w"], w)
+    assert new._grown_values(old) == ("a",)
+    assert rpx.LoRA(3, alpha=3.0)._grown_values(old) == ("a", "b")
+    assert old._grown_values(new) == ()
+
+
 # What trains, and what stages to the left see. ---------------------------------------------------------------------
 
 

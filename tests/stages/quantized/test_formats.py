@@ -114,6 +114,24 @@ def test_scales_by_other_rules():
         np.testing.assert_allclose(got, np.clip(np.round(w * 127 / extent), -128, 127) * extent / 127, rtol=1e-5)
 
 
+def test_scales_by_other_rules_of_formats_with_a_zero_reach_as_far_below_it():
+    w = normal(16, 4)
+    p = rpx.Quantized("uint4", calibration_method="fixed", calibration_scale=1.5)
+    held, got = stored(p, w)
+    np.testing.assert_allclose(held["scale"], 0.2, rtol=1e-6)  # from -1.5 to 1.5 in fifteen steps
+    zero = held["zero"].item()
+    assert zero in (7, 8)  # around 7.5
+    np.testing.assert_allclose(got, (np.clip(np.round(w / 0.2 + zero), 0, 15) - zero) * 0.2, atol=1e-5)
+
+
+def test_the_mean_square_of_small_numbers_in_a_short_block_does_not_vanish():
+    w = np.float32(1e-25) * normal(7, 2)
+    held, _ = stored(rpx.Quantized("int8", block_size=5, calibration_method="rms"), w)
+    wide = w.astype(np.float64)
+    want = np.sqrt([np.mean(wide[:5] ** 2, axis=0), np.mean(wide[5:] ** 2, axis=0)]) / 127
+    np.testing.assert_allclose(held["scale"], want, rtol=1e-5)
+
+
 def of_gguf(w, low, top):
     """Codes and scales of blocks of 32 as gguf 0.17 computes those of Q4_0 and Q5_0."""
     rows = w.T.reshape(-1, 32)

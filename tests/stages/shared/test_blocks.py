@@ -82,6 +82,8 @@ def test_a_block_of_a_list_and_of_numbers_of_numpy_is_that_of_a_tuple():
     block, same_block = rpx.shared.Concat(["wi: 3 8", "wh: 2 8"], axis=np.int64(1)), rpx.shared.Concat(TWO, axis=1)
     assert block == same_block
     assert hash(block) == hash(same_block)
+    assert rpx.shared.Pack({"w": block}) == rpx.shared.Pack({"w": same_block})
+    assert hash(rpx.shared.Pack({"w": block})) == hash(rpx.shared.Pack({"w": same_block}))
     assert repr(block) == "Concat(('wi: 3 8', 'wh: 2 8'), axis=1)"
 
 
