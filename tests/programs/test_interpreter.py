@@ -42,6 +42,9 @@ class InFactors:
         made = rules.make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
         return rules.move_sum(eqn, operation.args) or (made and [made])
 
+    def on_shard(self, x, facts):
+        return x
+
     def materialize(self, interpreter, x, eqn):
         self.formed.append((eqn and eqn.primitive.name, interpreter.times))
         return multiply.array_of_sum(x)

@@ -350,7 +350,6 @@ VARIANCES = {
 }
 NOT_LINEAR = {
     "a fraction": (lambda w, x: lax.div(x, w), ENTRIES, 1, LIKE),
-    "places": (look_up("clip"), ENTRIES, 1, IDS),
     "data of a convolution": (convolved(), weight("kco->kco"), 0, IMAGES),
     "groups of examples": (convolved(batch_group_count=5), weight("kco->kco"), 1, normal(5, 9, 4)),
     "another equation": (lax.max, ENTRIES, 0, LIKE),
