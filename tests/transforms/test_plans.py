@@ -106,7 +106,7 @@ def pair(loop, out, *gradients):
     return 2 * loop + 16 * out + sum(2 * loop + 16 * size for size in gradients)
 
 
-LABELS = {letter: Label(size) for letter, size in zip("iorsekcw", (6, 5, 2, 3, 4, 3, 4, 1), strict=True)}
+LABELS = {letter: Label(size) for letter, size in zip("iorsekcwt", (6, 5, 2, 3, 4, 3, 4, 1, 258), strict=True)}
 
 
 def weight(spec, *, fixed=False, dtype=np.float32):
@@ -165,7 +165,7 @@ def by_strides(w, x):
 
 def rows_of(w, ids, *, outside):
     """Rows, of which two are not there, and ``outside`` in their place: the nearest row if it is None."""
-    ids = ids[..., 0]
+    ids = ids[..., 0].astype(int)
     rows, is_inside = w[np.clip(ids, 0, len(w) - 1)], (ids >= 0) & (ids < len(w))
     return rows if outside is None else np.where(is_inside[..., None], rows, outside)
 
@@ -201,6 +201,12 @@ USES = {
         (16 * 30 + pair(6 * 2 * 5, 6 * 5), 16 * 30),
     ),
     "rows, or a number": (look_up("fill", 7.0), weight(LOW), IDS, partial(rows_of, outside=7.0)),
+    "rows by bytes": (
+        look_up("fill", 7.0),
+        weight("tr,ro->to"),
+        np.array([[[1], [250], [255]]], np.uint8),
+        partial(rows_of, outside=7.0),
+    ),
     "rows, promised": (look_up("promise_in_bounds"), weight(LOW), IDS, partial(rows_of, outside=None)),
     "a convolution": (
         convolved(),
@@ -215,6 +221,20 @@ USES = {
         IMAGES,
         lambda w, x: by_windows(x, w),
         (4 * 14 * 12 * 2 + pair(*MIXED), 4 * 14 * 12 * 5),
+    ),
+    "a kernel of two ranks": (
+        convolved(),
+        weight("kcrs,rso->kco"),
+        IMAGES,
+        lambda w, x: by_windows(x, w),
+        (6 * 14 * 12 * 6 + pair(14 * 6 * 5, 14 * 5, 14 * 6, 6 * 5), 6 * 14 * 12 * 5),
+    ),
+    "a scaled kernel": (
+        convolved(),
+        weight("kcr,,ro->kco"),
+        IMAGES,
+        lambda w, x: by_windows(x, w),
+        (6 * 14 * 12 * 2 + 16 * 24 + 16 * 24 + 2 * 24 + 16 + pair(*MIXED, 2 * 5), 6 * 14 * 12 * 5),
     ),
     "a kernel that is not split": (
         convolved(),
@@ -263,6 +283,8 @@ def numbers(x):
 
 
 SMALL = weight("kcr,ro->kco", dtype=np.int8)[0]
+DIAGONAL = replace(SMALL, products=(Product.of(normal(3, 4), fixed=False),), shape=(3, 4, 4), dtype=np.dtype("f4"))
+DIAGONAL = DIAGONAL.map_products(lambda x: replace(x, axes=(*x.axes, x.axes[1])), (3, 4, 4))
 NEEDING_THE_ARRAY = {
     "no product": (lax.add, weight(LOW)[0], normal(6, 5)),
     "two weights": (product, weight(LOW)[0], weight("or,ri->oi")[0]),
@@ -275,6 +297,7 @@ NEEDING_THE_ARRAY = {
     "data of a convolution": (convolved(), normal(3, 4, 5), weight("ekr,rc->ekc")[0]),
     "groups of features": (convolved(feature_group_count=2), weight("wcr,re->wce")[0], normal(2, 9, 8)),
     "groups of examples": (convolved(batch_group_count=5), weight("kcr,ro->kco")[0], normal(5, 9, 4)),
+    "channels on a diagonal": (convolved(), DIAGONAL, IMAGES),
     "another mode": (look_up("one_hot"), weight(LOW)[0], IDS),
 }
 
@@ -286,9 +309,14 @@ def test_other_equations_need_the_array(name):
 
 def test_looked_up_matrices_cost_what_the_cheaper_way_costs():
     """Of four matrices (6, 5), three are looked up; a factor that all share is not."""
-    (of, _), (each, _) = weight("eir,ro->eio"), weight("sir,ro->sio")
-    factors = each.products[0].factors[0], of.products[0].factors[1]
-    rows = Sum((Product(factors, each.products[0].axes),), each.shape, each.dtype, None, None)
+
+    def looked_up(*, fixed):
+        (of, _), (each, _) = weight("eir,ro->eio", fixed=fixed), weight("sir,ro->sio", fixed=fixed)
+        factors = each.products[0].factors[0], of.products[0].factors[1]
+        return of, Sum((Product(factors, each.products[0].axes),), each.shape, each.dtype, None, None)
+
+    assert costs_of_lookup(*looked_up(fixed=True)) == (16 * 36, 16 * 90 + pair(3 * 6 * 2 * 5, 90), 16 * 90)
+    of, rows = looked_up(fixed=False)
     cost, from_factors, from_array = costs_of_lookup(of, rows)
     assert cost == 2 * 16 * 36
     assert from_factors == 16 * 90 + pair(3 * 6 * 2 * 5, 90, 3 * 6 * 2, 2 * 5)
