@@ -59,7 +59,22 @@ ORDERS = {
     "a weight that nobody reads": (lambda w, x: (jnp.sin(w), jnp.exp(x))[1], [True, False], ["exp"]),
     "no weight": (lambda w, x: jnp.exp(w @ x), [False, False], ["dot_general exp"]),
     "an effect": (lambda w, x: x @ jnp.sin(printing(w)), [True, False], ["debug_callback", "[sin]", "dot_general"]),
+    "an effect that reads a weight": (
+        lambda w, x: x @ printing(jnp.sin(w)),
+        [True, False],
+        ["[sin]", "debug_callback dot_general"],
+    ),
+    "an equation that is replaced": (
+        lambda w, x: jnp.exp(jnp.tanh(x @ w) @ jnp.sin(w)),
+        [True, False],
+        ["dot_general", "tanh", "[sin]", "dot_general exp"],
+    ),
 }
+
+
+def replaced(eqn):
+    """A function in place of what computes a tanh."""
+    return (lambda x: [x]) if eqn.primitive.name == "tanh" else None
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -67,9 +82,63 @@ def test_weights_are_computed_just_before_they_are_read(name):
     fun, known, want = ORDERS[name]
     program = traced(fun, *((3, 3) for _ in known))
     is_known = dependence.known_variables(program, known)
-    batches = _remat_order.reorder(program, is_known, lambda eqn: None)
+    batches = _remat_order.reorder(program, is_known, replaced)
     found = [(" ".join(eqn.primitive.name for eqn in batch.eqns), bool(batch.reads_beside)) for batch in batches]
     assert [f"[{text}]" if delayed else text for text, delayed in found] == want
+
+
+def identities(fun, *shapes, known):
+    """The ties to data and the arrays that are stored whole, if a function runs in delayed order: what they read."""
+    program = traced(fun, *shapes)
+    types = [v.aval for v in program.invars]
+    found = traced(lambda *args: _remat_order.run_delayed(program, args, known), *types)
+    names = {v: "abcd"[i] for i, v in enumerate(found.invars)} | {
+        v: eqn.primitive.name for eqn in found.eqns for v in eqn.outvars
+    }
+    ties = [[names[v] for v in eqn.invars] for eqn in found.eqns if eqn.primitive.name == "reparax_tie"]
+    return ties, [names[eqn.invars[0]] for eqn in found.eqns if eqn.primitive.name == "reparax_whole"]
+
+
+FLAG, PLACES = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((3,), jnp.int32)
+
+
+def largest(x):
+    return lax.argmax(x, 0, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "known", "ties", "stored"),
+    [
+        (lambda w, x: x @ jnp.sin(w), [(3, 3), (2, 3)], [True, False], [["a", "b"]], ["sin"]),
+        (lambda w, x: x @ (w * 2), [(3, 3), (2, 3)], [True, False], [["a", "b"]], []),
+        (lambda w, x: x @ w.T, [(3, 3), (2, 3)], [True, False], [], []),
+        (lambda w, x: (jnp.exp(x), jnp.sin(w)), [(3, 3), (2, 3)], [True, False], [], []),
+        (lambda w, x: x[largest(w)], [(3, 3), (3,)], [True, False], [["argmax", "b"]], []),
+        (
+            lambda w, i, x, v: lax.select_n(i, jnp.sin(w), x) + v,
+            [(3, 3), FLAG, (3, 3), (3, 3)],
+            [True, False, False, True],
+            [["a", "c"]],
+            ["sin"],
+        ),
+        (
+            lambda w, i, x, v: lax.select_n(i, jnp.sin(w), v) + x,
+            [(3, 3), FLAG, (3, 3), (3, 3)],
+            [True, False, False, True],
+            [["a", "b"]],
+            ["sin"],
+        ),
+        (
+            lambda w, k: jax.jit(lambda w, k: w * jax.random.uniform(k))(jnp.sin(w), k),
+            [(3, 3), KEY],
+            [True, False],
+            [],
+            [],
+        ),
+    ],
+)
+def test_weights_wait_for_the_array_of_most_axes_that_their_reader_needs(fun, shapes, known, ties, stored):
+    assert identities(fun, *shapes, known=known) == (ties, stored)
 
 
 # ---- what must wait
@@ -78,6 +147,7 @@ def test_weights_are_computed_just_before_they_are_read(name):
 WAITING = {
     "views": (lambda a: (a.T, a.reshape(8, 1, 8), lax.stop_gradient(a)), [(8, 8)], ""),
     "a constant": (lambda a: (a.T, jnp.zeros(3)), [(8, 8)], ""),
+    "what is computed of constants": (lambda a: (a.T, jnp.sin(lax.iota(jnp.float32, 8))), [(8, 8)], ""),
     "what is computed": (lambda a: jnp.sin(a), [(8, 8)], "a"),
     "what is larger": (lambda a: jnp.broadcast_to(jnp.sin(a), (8, 8)), [(8,)], "a"),
     "lengths of a normed weight": (lambda a: a / jnp.sqrt(jnp.sum(a * a, 0)), [(8, 8)], "reduce_sum"),
@@ -179,6 +249,80 @@ def test_apply_and_calls_that_contain_it_are_inlined(name):
     assert len(found.invars) == len(consts) + 2
 
 
+# An equation with a body of a weight and data, and which inputs of its body are known; None if the body stays as it is.
+BODIES = {
+    "weights of each step": (
+        lambda w, x: lax.scan(lambda x, w: (x @ jnp.sin(w), None), x, w)[0],
+        [(2, 3, 3), (3, 3)],
+        [False, True],
+    ),
+    "a weight that each step reads": (
+        lambda w, x: lax.scan(lambda x, _: (x @ jnp.sin(w), None), x, length=2)[0],
+        [(3, 3), (3, 3)],
+        [True, False],
+    ),
+    "a call": (lambda w, x: jax.jit(lambda w, x: x @ jnp.sin(w))(w, x), [(3, 3), (3, 3)], [True, False]),
+    "a call in a loop": (
+        lambda w, x: lax.scan(lambda x, w: (jax.jit(lambda w, x: x @ w)(w, x), None), x, w)[0],
+        [(2, 3, 3), (3, 3)],
+        [False, True],
+    ),
+    "a weight as it is": (lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0], [(2, 3, 3), (3, 3)], None),
+    "a carry that data reaches": (
+        lambda w, x: lax.scan(lambda c, x: (x @ jnp.sin(c), None), w, x)[0],
+        [(3, 3), (2, 3, 3)],
+        None,
+    ),
+    "a loop without an end": (
+        lambda w, x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ jnp.sin(w), x),
+        [(3, 3), (3, 3)],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_recompute_that_mix_weights_and_data(name):
+    fun, shapes, want = BODIES[name]
+    program, found = traced(fun, *shapes), []
+
+    def function_of_body(body, known):
+        found.append(known)
+        return lambda *args: args
+
+    for known in ([True, True], [False, False], [True, False]):
+        rule = _remat_rewrites.rule_for_bodies(program, known, function_of_body)
+        assert (rule(program.eqns[-1]) is None) == (want is None or known != [True, False])
+    assert found == ([] if want is None else [want])
+
+
+LIMIT = 128  # A matrix of this size is no large one.
+
+
+@pytest.mark.parametrize(
+    ("fun", "types", "known", "count"),
+    [
+        (lambda x, w: x @ w, [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, True], 1),
+        (lambda x, w: x @ w, [(2, LIMIT), (LIMIT, LIMIT)], [False, True], 0),
+        (lambda x, w: x @ w, [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, False], 0),
+        (lambda x, w: x @ jnp.sin(w), [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, True], 0),
+        (lambda x, w: x.T @ w, [(LIMIT + 1, LIMIT), (LIMIT + 1, LIMIT)], [True, False], 0),
+        (
+            lambda x, w: x @ w.astype(jnp.float32),
+            [(2, 2 * LIMIT), jax.ShapeDtypeStruct((2 * LIMIT, 2 * LIMIT), jnp.bfloat16)],
+            [False, True],
+            0,
+        ),
+    ],
+)
+def test_large_weights_of_a_step_are_marked_that_it_reads_in_place(fun, types, known, count):
+    program = traced(fun, *types)
+    found, consts = _remat_rewrites._mark_reads_in_step(program, known, 1)
+    assert (found is program) == (count == 0)
+    assert str(found).count("reparax_read") == count
+    assert len(found.invars) == len(consts) + 2
+
+
 STACK = (12, 64, 64)  # three times as large as what is worth to be moved
 
 
@@ -224,6 +368,33 @@ def test_stacked_weights_are_computed_in_the_steps_of_a_scan(name):
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
 
 
+def halves(c, n):
+    """Of the size of a stack, made of sums ``c`` over all layers, of which ``n`` columns are used twice."""
+    sums = jnp.cumsum(c, 0)
+    return jnp.concatenate([sums, sums[:, :, :n]], 2)
+
+
+WORTH = {
+    "a weight": (jnp.sin, [STACK], True),
+    "just large": (jnp.sin, [(12, 64, 22)], True),
+    "just small": (jnp.sin, [(16, 64, 16)], False),
+    "sums over layers": (lambda a: jnp.cumsum(a, 0), [STACK], False),
+    "half of it is stored": (lambda a, c: jnp.sin(a) + halves(c, 32), [STACK, (12, 64, 32)], True),
+    "more than half of it is stored": (lambda a, c: jnp.sin(a) + halves(c, 30), [STACK, (12, 64, 34)], False),
+    "a transpose": (lambda a: jnp.swapaxes(a, 0, 1), [(64, 12, 64)], False),
+    "a large input is summed": (lambda a: jnp.sum(jnp.sin(a), 1), [STACK], True),
+    "a large matrix for all": (lambda a, b: a @ b, [(12, 64), (64, 512)], False),
+    "an input": (lambda a: a, [STACK], False),
+}
+
+
+@pytest.mark.parametrize("name", WORTH)
+def test_stacked_weights_are_moved_if_little_is_stored_in_their_place(name):
+    fun, shapes, want = WORTH[name]
+    program = traced(fun, *shapes)
+    assert _remat_rewrites._is_worth_moving(program, program.outvars[0]) == want
+
+
 def uniform(key, shape=(16, 64)):
     return jax.random.uniform(key, shape)
 
@@ -232,6 +403,10 @@ MASKS = {
     "a mask": (lambda w, k: jnp.where(uniform(k) < 0.5, w, 0), 1),
     "a mask and its opposite": (lambda w, k: (lambda m: jnp.where(m, w, 0) * jnp.where(~m, w, 1))(uniform(k) < 0.5), 1),
     "two masks of the same numbers": (lambda w, k: (lambda u: jnp.where((u < 0.5) | (u > 0.7), w, 0))(uniform(k)), 2),
+    "a mask of a mask and of numbers": (
+        lambda w, k: jnp.where(jax.jit(lambda m, n: m & (n > 0))(uniform(k) < 0.5, jnp.ones((16, 64))), w, 0),
+        2,
+    ),
     "numbers that are read too": (lambda w, k: (lambda u: jnp.where(u < 0.5, w, u))(uniform(k)), 0),
     "numbers of another mask that are read": (
         lambda w, k: (lambda u, v: jnp.where(u < v, w, 0) * jnp.where(v < 0.5, v, 0))(
