@@ -558,11 +558,18 @@ def test_what_is_linear_in_the_data_can_be_transposed(key):
     def product(w, key, x):
         return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
 
+    def data_first(x, w, key):
+        return product(w, key, x)
+
     w, x, y = normal(4, 3), normal(2, 4, seed=1), normal(2, 3, seed=2)
-    (got,) = jax.jit(jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x))(y)
-    np.testing.assert_allclose(
-        got, np.asarray(y) @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5, atol=1e-6
+    transposes = (
+        jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x),
+        jax.linear_transpose(lambda x: rpx.remat(data_first, argnums=(1, 2))(x, w, key), x),
     )
+    for (got,) in jax.jit(lambda y: [each(y) for each in transposes])(y):
+        np.testing.assert_allclose(
+            got, np.asarray(y) @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_what_is_linear_in_the_weights_can_be_transposed(key):
@@ -673,14 +680,19 @@ def test_checkify_finds_an_error_of_the_derivative():
         assert checked(derivative(rpx.remat(in_its_derivative)), *args) == report
 
 
-@pytest.mark.thorough
-def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
-    def of_checked(f):
-        return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
+def of_checked(f):
+    return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
 
+
+def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
     args = normal(3, 3), key, normal(2, 3)
     assert kept(of_checked(nothing_wrong), *args)["weights"] > 0
     assert kept(of_checked(rpx.remat(nothing_wrong)), *args)["weights"] == 0
+
+
+@pytest.mark.thorough
+def test_the_derivative_of_a_checked_function_is_that_of_the_function(key):
+    args = normal(3, 3), key, normal(2, 3)
     trees_close(*gradients((of_checked(rpx.remat(nothing_wrong)), nothing_wrong), *args))
 
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import checkify
+from jax.experimental.jet import jet
 from one_array import normal
 
 from reparax.core.unchanged import recompute
@@ -468,6 +470,76 @@ def test_residuals_are_read_again_recomputed_or_stored():
     assert [eqn.primitive.name for eqn in forward.program.eqns] == ["sin", "dot_general", "tanh", "exp"]
     assert len(forward.program.outvars) == 1 + 2
     assert list(forward.known_inputs) == [True, False]
+
+
+# ---- calls that hold a program
+
+
+def call_in(fun, *types):
+    """The one call of ``remat`` in a function, and the equation of this call."""
+    eqns = [eqn for eqn in jax.make_jaxpr(fun)(*types).jaxpr.eqns if eqn.primitive.name.startswith("reparax_")]
+    (eqn,) = eqns
+    return _remat_derivative.call_of(eqn.params), eqn
+
+
+def both(w, x):
+    """A weight and data in one call, which keeps masks."""
+    program = traced(lambda w, x: (x @ jnp.sin(w), jnp.exp(x)), w.shape, x.shape)
+    return _remat_derivative.recomputing_function(program, [True, False], keeps_masks=True)(w, x)
+
+
+W, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3), (2, 3)))
+
+
+def checked(w, x):
+    return checkify.checkify(both, errors=checkify.nan_checks)(w, x)[1]
+
+
+def test_a_call_keeps_its_flags_under_transformations():
+    for fun, x in ((both, X), (jax.vmap(both, (None, 0)), jax.ShapeDtypeStruct((5, 2, 3), jnp.float32)), (checked, X)):
+        call, eqn = call_in(fun, W, x)
+        assert call.known_inputs == [False] * (len(eqn.invars) - 2) + [True, False]
+        assert (call.keeps_masks, call.n_tangents) == (True, 0)
+        assert call.n_fixed == len(eqn.invars)
+
+
+@pytest.mark.parametrize(
+    ("fun", "used", "read", "n_tangents"),
+    [
+        (lambda w, x, y: (x @ w, y * 2), [True, True], [True, True, True], 2),
+        (lambda w, x, y: (x @ w, y * 2), [True, False], [True, True, False], 1),
+        (lambda w, x, y: (x @ w, y * 2), [False, True], [False, False, True], 1),
+        (lambda w, x, y: (x @ w, y * 2), [False, False], None, 0),
+        (lambda w, x, y: (x @ printing(w), y * 2), [False, False], [True, False, False], 0),
+    ],
+)
+def test_a_call_loses_outputs_that_nobody_reads_and_what_they_alone_need(fun, used, read, n_tangents):
+    program = traced(fun, *3 * [(3, 3)])
+    call = _remat_derivative.RematCall(program, [True, False, False], n_tangents=2, keeps_masks=True)
+    whole = traced(lambda *args: _remat_derivative.linear(call, args), *3 * [(3, 3)])
+    found, are_read = jaxprs.keep_used(whole, used)
+    if read is None:
+        assert not found.eqns
+        return
+    (eqn,) = found.eqns
+    assert are_read == read
+    assert len(eqn.outvars) == sum(used)
+    known = [flag for flag, is_read in zip(call.known_inputs, read, strict=True) if is_read]
+    pruned = _remat_derivative.call_of(eqn.params)
+    assert (pruned.known_inputs, pruned.n_tangents, pruned.keeps_masks) == (known, n_tangents, True)
+    assert len(pruned.program.outvars) == sum(used)
+
+
+def test_under_a_taylor_series_a_call_is_its_program():
+    def along(w, change, x):
+        return jet(lambda w: _remat_derivative.recomputed_call(call, [w, x]), (w,), ((change, jnp.zeros_like(w)),))
+
+    call = _remat_derivative.RematCall(traced(lambda w, x: x @ jnp.sin(w), (3, 3), (2, 3)), [True, False])
+    w, change, x = normal(3, 3), normal(3, 3, seed=1), normal(2, 3, seed=2)
+    [value], [(first, second)] = jax.jit(along)(w, change, x)
+    np.testing.assert_allclose(value, x @ np.sin(w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(first, x @ (np.cos(w) * change), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(second, x @ (-np.sin(w) * change**2), rtol=1e-5, atol=1e-6)
 
 
 def plain(w, x):
