@@ -179,6 +179,66 @@ def test_noise_differs_along_axes_whose_labels_the_draw_has():
     assert _local._has_noise_along(noisy("e:o+f:i->io"), 0)
 
 
+# ---- digits
+
+
+HALF = jnp.bfloat16
+
+
+def convolved(w, x, **settings):
+    return lax.conv_general_dilated(x, w, (1,), "VALID", dimension_numbers=("NHC", "HIO", "NHC"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("fun", "spec", "shape"),
+    [
+        (product, "io->io", (5, 4)),
+        (convolved, "rio->rio", (2, 5, 4)),
+        (convolved, "i->rio", (2, 5, 4)),
+        (lax.mul, "io->io", (4, 3)),
+        (lax.div, "io->io", (4, 3)),
+    ],
+)
+def test_variances_have_the_digits_of_float32_and_the_precision_of_the_mean(fun, spec, shape):
+    half = operation(fun, noisy(spec, dtype=HALF), normal(*shape, dtype=HALF))
+
+    def variance(x, data):
+        return _local._variance(half.view, 0 if fun in (lax.mul, lax.div) else 1, (data,), x)
+
+    program = jax.make_jaxpr(variance)(noisy(spec), normal(*shape, dtype=HALF))
+    assert [v.dtype for v in program.out_avals] == [np.float32]
+    assert all(v.aval.dtype != HALF for eqn in program.jaxpr.eqns for v in eqn.outvars)
+
+
+@pytest.mark.parametrize(
+    ("fun", "spec", "shape", "precision", "want"),
+    [
+        (lax.dot, "io->io", (5, 4), "highest", 1),
+        (lax.dot, "io->io", (5, 4), None, 0),
+        (lax.dot, "io->io", (5, 4), "BF16_BF16_F32", 0),
+        (lambda x, w, **settings: convolved(w, x, **settings), "rio->rio", (2, 5, 4), "highest", 1),
+    ],
+)
+def test_variances_have_the_precision_of_the_mean_unless_an_algorithm_gives_it(fun, spec, shape, precision, want):
+    found = operation(lambda w, x: fun(x, w, precision=precision), noisy(spec), normal(*shape))
+    program = jax.make_jaxpr(lambda w, x: _local._variance(found.view, 1, (x,), w))(noisy(spec), normal(*shape))
+    settings = [eqn.params["precision"] for eqn in program.jaxpr.eqns if "precision" in eqn.params]
+    assert [each is not None and set(each) == {lax.Precision.HIGHEST} for each in settings] == [bool(want)]
+
+
+def test_the_mean_is_that_of_the_mean_of_the_weight_in_float32():
+    def mean(w, x):
+        found = _local.mean_and_noise(operation(lambda w, x: lax.dot(x, w), w, x), 1, NoisyWeight.of(w))
+        return found and found[0]
+
+    w, x = noisy("io+e:io->io"), normal(5, 4, seed=9)
+    np.testing.assert_allclose(mean(w, x), x @ w.products[0].factors[0].array, rtol=1e-5)
+    half = noisy("io+e:io->io", dtype=HALF)
+    assert jax.eval_shape(lambda x: mean(half, x), x.astype(HALF)).dtype == np.float32
+    assert mean(w, x.astype(np.complex64)) is None
+    assert mean(noisy("io+e:o->io"), x) is None
+
+
 # ---- records of weights
 
 
