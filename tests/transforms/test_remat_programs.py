@@ -9,9 +9,18 @@ from jax.experimental import checkify
 from jax.experimental.jet import jet
 from one_array import normal
 
+import reparax as rpx
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, jaxprs
-from reparax.transforms import _factored, _remat_derivative, _remat_order, _remat_rewrites, _saved_residuals
+from reparax.transforms import (
+    _factored,
+    _local,
+    _remat,
+    _remat_derivative,
+    _remat_order,
+    _remat_rewrites,
+    _saved_residuals,
+)
 from reparax.transforms._explained import Explained, Weight
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -566,6 +575,34 @@ def test_a_jax_in_whose_programs_nothing_is_found_is_refused(monkeypatch):
 
         patched.setattr(_saved_residuals, "recomputing_function", with_one_more)
         assert not _saved_residuals._is_compatible()
+
+
+MINE = rpx.transforms.local_reparametrization(plain)
+CALLS = {
+    _factored: (rpx.factored(plain), lambda w, x: rpx.explain(plain, w, x)),
+    _local: (MINE, lambda w, x: rpx.explain(MINE, w, x)),
+    _remat: (rpx.remat(plain),),
+    _saved_residuals: (lambda w, x: rpx.transforms.saved_residuals(plain, w, x),),
+}
+
+
+def test_each_transform_asks_whether_its_jax_is_known(monkeypatch):
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(jaxprs, "check_this_jax", seen.append)
+        for module in (_factored, _saved_residuals):
+            module.check_this_jax.__wrapped__()
+    assert seen == [_factored._is_compatible, _saved_residuals._is_compatible]
+
+    def refuse():
+        raise RuntimeError("refused")
+
+    for module, calls in CALLS.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "check_this_jax", refuse)
+            for call in calls:
+                with pytest.raises(RuntimeError, match="refused"):
+                    call(W, X)
 
 
 # ---- reports
