@@ -152,6 +152,7 @@ ROWS = {
     "no rows": (lax.mul, [noisy("e:io->io"), normal(4, 3)], [], {1, 2}, {1, 2}),
     "one of two draws": (lax.mul, [noisy("e:o+f:i->io"), normal(4, 3)], [], {1}, {1}),
     "what was looked up": (product, [noisy("e:io->io", rows=7), X], [5, 7], {2}, {1}),
+    "two draws that were looked up": (product, [noisy("e:io+o,f:io->io", rows=7), X], [5, 7], {2}, {1}),
     "two weights": (lax.mul, [noisy("e:o->bo"), noisy("f:b->bo")], [], {1}, {1}),
     "an axis of size 1": (product, [noisy("e:wo->wo"), normal(5, 1)], [5], set(), {1}),
 }
