@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from one_array import normal
 
 from reparax.programs.equations import view_of
@@ -282,6 +283,15 @@ def numbers(x):
     return Sum((Product.of(x, fixed=True),), x.shape, x.dtype, None, None)
 
 
+SIZES = np.array([1, 2], np.int32)
+
+
+def in_groups(*, ragged):
+    """A product of a batch in groups along the rows, or along the batch."""
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [ragged], [])
+    return lambda x, w, sizes: lax.ragged_dot_general(x, w, sizes, numbers)
+
+
 SMALL = weight("kcr,ro->kco", dtype=np.int8)[0]
 DIAGONAL = replace(SMALL, products=(Product.of(normal(3, 4), fixed=False),), shape=(3, 4, 4), dtype=np.dtype("f4"))
 DIAGONAL = DIAGONAL.map_products(lambda x: replace(x, axes=(*x.axes, x.axes[1])), (3, 4, 4))
@@ -293,6 +303,7 @@ NEEDING_THE_ARRAY = {
     "whole numbers": (product, weight(LOW, dtype=np.int32)[0], X.astype(np.int32)),
     "whole numbers in a convolution": (convolved(preferred_element_type="i4"), SMALL, IMAGES.astype(np.int8)),
     "sizes of groups": (lax.ragged_dot, X, normal(2, 6, 5), numbers(np.array([3, 5], np.int32))),
+    "groups of a batch": (in_groups(ragged=0), normal(3, 4, 6), weight("sio->sio")[0], SIZES),
     "places": (look_up("fill"), normal(6, 5), numbers(IDS)),
     "data of a convolution": (convolved(), normal(3, 4, 5), weight("ekr,rc->ekc")[0]),
     "groups of features": (convolved(feature_group_count=2), weight("wcr,re->wce")[0], normal(2, 9, 8)),
@@ -305,6 +316,14 @@ NEEDING_THE_ARRAY = {
 @pytest.mark.parametrize("name", NEEDING_THE_ARRAY)
 def test_other_equations_need_the_array(name):
     assert use_of(*NEEDING_THE_ARRAY[name]) is None
+
+
+def test_a_product_that_is_placed_on_devices_needs_the_array():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    placed = partial(lax.dot, out_sharding=NamedSharding(mesh, PartitionSpec("d")))
+    with jax.set_mesh(mesh):
+        assert use_of(placed, X, weight(LOW)[0]) is None
+        assert use_of(lax.dot, X, weight(LOW)[0]) is not None
 
 
 def test_looked_up_matrices_cost_what_the_cheaper_way_costs():
@@ -381,6 +400,7 @@ NOT_LINEAR = {
     "data of a convolution": (convolved(), weight("kco->kco"), 0, IMAGES),
     "groups of examples": (convolved(batch_group_count=5), weight("kco->kco"), 1, normal(5, 9, 4)),
     "another equation": (lax.max, ENTRIES, 0, LIKE),
+    "groups of a batch": (lambda w, x: in_groups(ragged=0)(x, w, SIZES), weight("sio->sio"), 1, normal(3, 4, 6)),
 }
 
 

@@ -250,7 +250,7 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
             return True
         case equations.Conv():  # The second operand is the kernel.
             return weight_operand == 1 and view.batch_group_count == 1
-        case equations.RaggedDot() if weight_operand == 2 or not view.is_whole:
+        case equations.RaggedDot() if not view.is_whole:
             return False
         case equations.Dot() | equations.RaggedDot():
             return contract_with_data(view, weight_operand, data, weight.std.products) is not None
