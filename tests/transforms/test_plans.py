@@ -36,6 +36,7 @@ COSTS = {
     "a product for the same": (record(2, read(1, 3, 1)), (3, 3), False),
     "the array": (record(10, read()), (10, 10), True),
     "the array, and a product": (record(10, read(1, 3, 5), read()), (13, 15), False),
+    "the array, and a product for the same": (record(10, read(1, 5, 5), read()), (15, 15), True),
     "the array in four steps, of a weight of two": (record(10, read(4), read(2), times=2), (20, 10), True),
     "the array in four steps, of a weight of none": (record(10, read(4), times=0), (40, 10), True),
     "nothing": (record(10), (0, 10), False),

@@ -347,6 +347,14 @@ def scan_of(make):
 
 MOVED = {
     "a normed weight": (scan_of(lambda g, v: g * jnp.sin(v)), [(12, 1, 64), STACK], 1),
+    "a matrix for all layers": (scan_of(lambda u, v: u[None] * jnp.sin(v)), [(64, 64), STACK], 1),
+    "lengths of another layout": (scan_of(lambda g, v: jnp.swapaxes(g, 0, 1) * jnp.sin(v)), [(1, 12, 64), STACK], 1),
+    "numbers of layers": (scan_of(lambda v: jnp.sin(v) * lax.broadcasted_iota(jnp.float32, STACK, 0)), [STACK], 1),
+    "a bias of all steps": (
+        lambda b, v, x: lax.scan(lambda x, w: (jnp.tanh(x @ w) + b, None), x, jnp.sin(v))[0],
+        [(8, 64), STACK],
+        1,
+    ),
     "an input": (scan_of(lambda v: v), [STACK], 0),
     "a small weight": (scan_of(jnp.sin), [(4, 64, 64)], 0),
     "a weight of data": (scan_of(jnp.sin), [STACK], 0),
