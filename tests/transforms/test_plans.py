@@ -12,7 +12,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from one_array import normal
 
+from reparax.programs import jaxprs
 from reparax.programs.equations import view_of
+from reparax.programs.rules import cast_sum
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms import _local
 from reparax.transforms._factored import Factoring, Record, SumPlan, SumRead, costs_of_lookup, plan_sums, weight_use
@@ -261,6 +263,49 @@ def test_values_of_uses_are_those_of_the_array():
     found = jax.jit(lambda: {name: use_of(fun, of, x).compute() for name, (fun, (of, _), x, *_) in USES.items()})()
     for name, (_, (_, w), x, by_hand, *_) in USES.items():
         np.testing.assert_allclose(found[name], by_hand(w, x), rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+# A function of a weight and data, the data, the weight, and what each product multiplies.
+PRECISIONS = {
+    "a product": (lambda w, x: lax.dot(x, w, precision="highest"), X, LOW, ["data", "data"]),
+    "a convolution": (convolved(precision="highest"), IMAGES, "kcr,ro->kco", ["data", "data"]),
+    "a kernel that is multiplied": (convolved(precision="highest"), IMAGES, "kr,rco->kco", ["factors", "data"]),
+    "rows": (look_up("clip"), IDS, LOW, ["factors"]),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_products_have_the_precision_of_the_equation_or_of_the_weight(name):
+    fun, x, spec, want = PRECISIONS[name]
+
+    def settings(**of_weight):
+        of = replace(weight(spec)[0], **of_weight)
+        program = jax.make_jaxpr(lambda x: use_of(fun, of, x).compute())(x)
+        found = [eqn.params["precision"] for eqn in jaxprs_of(program.jaxpr) if "precision" in eqn.params]
+        return [each is not None and set(each) == {lax.Precision.HIGHEST} for each in found]
+
+    assert settings() == [each == "data" for each in want]
+    assert settings(precision=lax.Precision.HIGHEST) == [True for _ in want]
+
+
+def jaxprs_of(program):
+    """All equations of a program, also inside of calls."""
+    for eqn in program.eqns:
+        yield eqn
+        for inside in jaxprs.inner_programs(eqn):
+            yield from jaxprs_of(inside)
+
+
+@pytest.mark.parametrize(("dtype", "dtypes"), [("f4", {"float32"}), ("bfloat16", {"bfloat16"})])
+def test_convolutions_of_few_digits_are_summed_in_the_dtype_of_the_result(dtype, dtypes):
+    half = cast_sum(weight("kcr,ro->kco")[0], jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(IMAGES.shape, jnp.bfloat16)
+    fun = convolved(preferred_element_type=jnp.dtype(dtype))
+    program = jax.make_jaxpr(lambda x: use_of(fun, half, x).compute())(x)
+    assert program.out_avals[0].dtype == jnp.dtype(dtype)
+    products = [eqn for eqn in jaxprs_of(program.jaxpr) if "preferred_element_type" in eqn.params]
+    assert {str(eqn.outvars[0].aval.dtype) for eqn in products} == dtypes
+    assert len(products) == 2
 
 
 def test_rows_that_are_not_there_have_no_gradients():
