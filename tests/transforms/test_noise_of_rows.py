@@ -292,6 +292,11 @@ def test_the_arrays_of_a_batch_of_draws_are_draws_of_their_own(spec, fun, source
     assert (parts and [draw.source for part in parts for *_, draw in _local._draws_in(part)]) == sources
 
 
+def test_a_batch_of_draws_whose_axes_are_merged_is_not_split():
+    merged = noisy(THREE, keys=1).map_products(lambda product: product.reshape((8, 3)), (8, 3))
+    assert not _local._split_batch_of_draws(operation(lambda x: lax.split(x, (1,) * 8, 0), merged))
+
+
 def test_a_cast_to_fewer_digits_rounds_a_weight_and_not_its_factors():
     half, word = (noisy("i,e:io->io", dtype=dtype) for dtype in (jnp.bfloat16, np.float32))
     (found,) = _local._rounded_sum(operation(lambda w: lax.convert_element_type(w, jnp.bfloat16), word))
@@ -308,6 +313,13 @@ OF_DRAWS = replace(DATA, origins=frozenset([DRAW_ORIGIN]))
 # An equation, its operands and the facts about them, and the shapes of the result and of what it is made of.
 COMBINED = {
     "a mask": (lax.mul, [W, normal(4, 3)], [KNOWN, DATA], (4, 3), (4, 3)),
+    "a mask of what was contracted": (
+        lax.mul,
+        [replace(W, maker=replace(W.maker, type=jax.ShapeDtypeStruct((9, 9), np.float32))), normal(4, 3)],
+        [KNOWN, DATA],
+        (4, 3),
+        (4, 3),
+    ),
     "a repeat": (lambda w, x: lax.mul(x, w), [noisy("e:o->wo"), normal(1, 3)], [KNOWN, DATA], (1, 3), (1, 3)),
     "a choice": (lax.select, [np.ones((4, 3), bool), W, normal(4, 3)], [DATA, KNOWN, DATA], (4, 3), (4, 3)),
     "a product": (product, [W, X], [KNOWN, DATA], (5, 3), (4, 3)),
@@ -413,6 +425,7 @@ SHARING = {
         {draw: [("eqn0", "takes one draw for all")] for draw in "ef"},
     ),
     "a gradient": ([("e2|1", 5), ("f2|1", 5), ("e1|2", 5)], {"e": [("eqn2", ALONG)]}),
+    "a gradient, and another product": ([("e2|1", 5), ("e2|1", 5), ("e1|2", 5)], {"e": [("eqn2", ALONG)]}),
     "a gradient, and what is read again": (
         [("e2|1", 5), ("f2|1", 5), ("e1|2", 5), ("f2|1", 5), ("f|", 5)],
         {"e": [("eqn2", ALONG)], "f": [("eqn3", AGAIN), ("eqn4", AGAIN)]},

@@ -490,7 +490,13 @@ def test_derivatives_of_derivatives_and_of_whole_numbers(key):
     @jax.jit
     def derivatives(w, dot, x):
         gradient = jax.grad(rpx.remat(loss), has_aux=True)
+
+        def along(w):
+            return jax.jvp(lambda w: rpx.remat(loss)(w, key, x)[0], (w,), (dot,))[1]
+
         return (
+            jax.jvp(along, (w,), (dot,)),
+            jax.jvp(jax.linearize(lambda w: rpx.remat(loss)(w, key, x)[0], w)[1], (dot,), (2 * dot,)),
             jax.jvp(lambda w: gradient(w, key, x)[0], (w,), (dot,)),
             jax.grad(lambda w: jnp.sum(gradient(w, key, x)[0] * dot))(w),
             gradient(w, key, x)[1],
@@ -498,7 +504,10 @@ def test_derivatives_of_derivatives_and_of_whole_numbers(key):
         )
 
     w, dot, x = normal(4, 3), normal(4, 3, seed=1), normal(2, 4, seed=2)
-    (slope, curvature), again, place, (places, slopes) = derivatives(w, dot, x)
+    second, first, (slope, curvature), again, place, (places, slopes) = derivatives(w, dot, x)
+    along, bent = (np.sum(np.sum(x, 0)[:, None] * each) for each in (np.cos(w) * dot, -np.sin(w) * dot**2))
+    np.testing.assert_allclose(second, [along, bent], rtol=1e-4)
+    np.testing.assert_allclose(first, [along, 2 * along], rtol=1e-4)
     np.testing.assert_allclose(slope, np.sum(x, 0)[:, None] * np.cos(w), rtol=1e-5, atol=1e-6)
     for each in (curvature, again):
         np.testing.assert_allclose(each, -np.sum(x, 0)[:, None] * np.sin(w) * dot, rtol=1e-5, atol=1e-6)
