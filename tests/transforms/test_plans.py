@@ -126,7 +126,7 @@ def weight(spec, *, fixed=False, dtype=np.float32):
 
 
 LOW = "ir,ro->io"
-X, IDS = normal(8, 6, seed=9), np.array([[0, 5, 9], [-7, 2, 5]], np.int32)[..., None]
+X, IDS = normal(8, 6, seed=9), np.array([[0, 5, 6], [-1, 2, 5]], np.int32)[..., None]
 IMAGES, TURNED = normal(2, 9, 4, seed=8), normal(4, 2, 9, seed=8)
 
 
@@ -341,6 +341,7 @@ def in_groups(*, ragged):
 SMALL = weight("kcr,ro->kco", dtype=np.int8)[0]
 DIAGONAL = replace(SMALL, products=(Product.of(normal(3, 4), fixed=False),), shape=(3, 4, 4), dtype=np.dtype("f4"))
 DIAGONAL = DIAGONAL.map_products(lambda x: replace(x, axes=(*x.axes, x.axes[1])), (3, 4, 4))
+MERGED = weight("sro->sro")[0].map_products(lambda x: x.reshape((6, 5)), (6, 5))
 NEEDING_THE_ARRAY = {
     "no product": (lax.add, weight(LOW)[0], normal(6, 5)),
     "two weights": (product, weight(LOW)[0], weight("or,ri->oi")[0]),
@@ -355,6 +356,7 @@ NEEDING_THE_ARRAY = {
     "groups of features": (convolved(feature_group_count=2), weight("wcr,re->wce")[0], normal(2, 9, 8)),
     "groups of examples": (convolved(batch_group_count=5), weight("kcr,ro->kco")[0], normal(5, 9, 4)),
     "channels on a diagonal": (convolved(), DIAGONAL, IMAGES),
+    "rows of a merged axis": (look_up("clip"), MERGED, IDS),
     "another mode": (look_up("one_hot"), weight(LOW)[0], IDS),
 }
 

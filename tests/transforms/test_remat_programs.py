@@ -547,6 +547,20 @@ def test_a_call_loses_outputs_that_nobody_reads_and_what_they_alone_need(fun, us
     assert len(pruned.program.outvars) == sum(used)
 
 
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda w, x: jnp.sum(jnp.tanh(x @ jnp.sin(w))), "a"),
+        (lambda w, x: jnp.sum(jnp.tanh(x @ w.T)), ""),
+        (lambda w, x: jnp.sum(jnp.tanh(jnp.sin(x) @ w)), ""),
+    ],
+)
+def test_the_backward_pass_recomputes_from_what_is_behind_a_barrier(fun, want):
+    program = traced(jax.grad(rpx.remat(fun), (0, 1)), W.shape, X.shape)
+    read = [v for eqn in program.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars]
+    assert names_of(program, read) == list(want)
+
+
 def test_under_a_taylor_series_a_call_is_its_program():
     def along(w, change, x):
         return jet(lambda w: _remat_derivative.recomputed_call(call, [w, x]), (w,), ((change, jnp.zeros_like(w)),))
