@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 from one_array import normal
 
 import reparax as rpx
+from reparax.core import random
 from reparax.core.random import key_of_use
 from reparax.programs import dependence
 from reparax.programs.dependence import FACTS_OF_CONSTANT, Facts
@@ -24,6 +25,7 @@ from reparax.transforms import _local
 from reparax.transforms._local import DRAW_ORIGIN, Drawing, NoisyRead, NoisyWeight, WeightRecord
 
 LABELS = {letter: Label(size) for letter, size in zip("iorbw", (4, 3, 2, 5, 1), strict=True)}
+KEY = jax.eval_shape(lambda: jax.random.key(0))
 KNOWN, DATA = Facts(known=True, fixed=False), Facts(known=False, fixed=True)
 
 
@@ -403,6 +405,32 @@ def test_an_operation_whose_parameters_cannot_be_compared_has_no_formula():
     assert analysis._formula(found.eqn.replace(params={"of": [1]}), facts) is None
 
 
+def drawn(key, w):
+    return random.normal(key, w)
+
+
+# Whether a program of a key, a weight and data multiplies data by noise, perhaps in a loop.
+MULTIPLIED = {
+    "noise and data": (lambda k, w, x: x @ drawn(k, w), True),
+    "what is made of noise, and data": (lambda k, w, x: x @ jnp.sin(w + drawn(k, w)), True),
+    "noise and a weight": (lambda k, w, x: w @ drawn(k, w), False),
+    "data and a weight": (lambda k, w, x: (x @ w, drawn(k, w)), False),
+    "data and what noise and data made": (lambda k, w, x: x @ (x + drawn(k, w)), False),
+    "entries": (lambda k, w, x: x * drawn(k, w), False),
+    "a loop": (lambda k, w, x: lax.scan(lambda c, _: (jnp.sin(c) * x, None), drawn(k, w), length=2)[0], True),
+    "a loop of noise": (lambda k, w, x: lax.scan(lambda c, _: (jnp.sin(c), None), drawn(k, w), length=2)[0], False),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_the_analysis_finds_data_that_noise_multiplies(name):
+    fun, want = MULTIPLIED[name]
+    program = jax.make_jaxpr(fun)(KEY, *2 * [jax.ShapeDtypeStruct((3, 3), np.float32)]).jaxpr
+    analysis = _local._FactsOfDraws()
+    dependence.analyze(program, [KNOWN, KNOWN, DATA], analysis)
+    assert analysis.multiplies_data == want
+
+
 # ---- draws that all rows share
 
 
@@ -451,7 +479,7 @@ def test_beside_values_that_are_recomputed_draws_are_shared_that_are_read_again(
 # ---- reads
 
 
-NOISE, KEY = rpx.VarNoise(0.1), jax.eval_shape(lambda: jax.random.key(0))
+NOISE = rpx.VarNoise(0.1)
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 ROWS_OF_DATA, COLUMNS = Spec("d"), Spec(None, "d")
 

@@ -210,6 +210,7 @@ USES = {
         weight("tr,ro->to"),
         np.array([[[1], [250], [255]]], np.uint8),
         partial(rows_of, outside=7.0),
+        (16 * 15 + pair(3 * 2 * 5, 3 * 5, 3 * 2, 2 * 5), 16 * 15 + 16 * 258 * 5),
     ),
     "rows, promised": (look_up("promise_in_bounds"), weight(LOW), IDS, partial(rows_of, outside=None)),
     "a convolution": (
@@ -341,6 +342,7 @@ def in_groups(*, ragged):
 SMALL = weight("kcr,ro->kco", dtype=np.int8)[0]
 DIAGONAL = replace(SMALL, products=(Product.of(normal(3, 4), fixed=False),), shape=(3, 4, 4), dtype=np.dtype("f4"))
 DIAGONAL = DIAGONAL.map_products(lambda x: replace(x, axes=(*x.axes, x.axes[1])), (3, 4, 4))
+SQUARE = weight("o->o")[0].map_products(lambda x: replace(x, axes=2 * x.axes), (5, 5))
 MERGED = weight("sro->sro")[0].map_products(lambda x: x.reshape((6, 5)), (6, 5))
 NEEDING_THE_ARRAY = {
     "no product": (lax.add, weight(LOW)[0], normal(6, 5)),
@@ -356,6 +358,11 @@ NEEDING_THE_ARRAY = {
     "groups of features": (convolved(feature_group_count=2), weight("wcr,re->wce")[0], normal(2, 9, 8)),
     "groups of examples": (convolved(batch_group_count=5), weight("kcr,ro->kco")[0], normal(5, 9, 4)),
     "channels on a diagonal": (convolved(), DIAGONAL, IMAGES),
+    "both axes of a diagonal": (
+        lambda w, x: lax.dot_general(x, w, (((1, 2), (0, 1)), ((), ()))),
+        SQUARE,
+        normal(2, 5, 5),
+    ),
     "rows of a merged axis": (look_up("clip"), MERGED, IDS),
     "another mode": (look_up("one_hot"), weight(LOW)[0], IDS),
 }
