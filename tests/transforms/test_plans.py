@@ -17,7 +17,16 @@ from reparax.programs.equations import view_of
 from reparax.programs.rules import cast_sum
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms import _local
-from reparax.transforms._factored import Factoring, Record, SumPlan, SumRead, costs_of_lookup, plan_sums, weight_use
+from reparax.transforms._factored import (
+    Factoring,
+    Record,
+    SumPlan,
+    SumRead,
+    _split_kernel,
+    costs_of_lookup,
+    plan_sums,
+    weight_use,
+)
 
 # ---- which weights are formed
 
@@ -323,6 +332,32 @@ def test_rows_that_are_not_there_have_no_gradients():
         counts = np.bincount(out[mode], minlength=6)
         np.testing.assert_allclose(slope_a, counts[:, None] * b.sum(1), rtol=1e-5, atol=1e-5, err_msg=mode)
         np.testing.assert_allclose(slope_b, np.repeat((counts @ a)[:, None], 5, 1), rtol=1e-5, atol=1e-5, err_msg=mode)
+
+
+def test_rows_far_beyond_the_table_are_not_there():
+    far = np.array([[[2**32 + 1], [1]]])
+    with jax.enable_x64():
+        found = use_of(look_up("fill", 7.0), weight(LOW)[0], far).compute()
+    np.testing.assert_allclose(found, rows_of(weight(LOW)[1], far, outside=7.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_channels", "n_mixing"),
+    [
+        ("kcr,ro->kco", 2, 1),
+        ("kcr,r,ro->kco", 2, 2),
+        ("kcrs,rso->kco", 6, 1),
+        ("kco->kco", 5, None),
+        ("kcw->kcw", 1, None),
+        ("kr,rco->kco", 5, None),
+    ],
+)
+def test_kernels_are_split_whose_channels_only_some_factors_mix(spec, n_channels, n_mixing):
+    product = weight(spec)[0].products[0]
+    product = replace(product, axes=tuple(tuple(label for label in axis if label.size != 1) for axis in product.axes))
+    found = _split_kernel(product, 2)
+    assert found.n_channels == n_channels
+    assert (found.mixing and len(found.mixing.factors)) == n_mixing
 
 
 def numbers(x):
