@@ -68,10 +68,11 @@ class Strict(rpx.Reparametrization):
     """A start that takes no array but one of numbers that add up to 1."""
 
     raw_values = {"x": rpx.stage.main()}
+    error: type[Exception] = rpx.stage.field(default=ValueError)
 
     def init_leaf(self, w):
         if not np.isclose(np.sum(w), 1, atol=1e-3):
-            raise ValueError("not a distribution")
+            raise self.error("not a distribution")
         return {"x": w}
 
     def apply_leaf(self, values):
@@ -112,7 +113,7 @@ def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
     assert len(warned(Tenth(), {"w": W, "b": W[0]})) == 2
 
 
-@pytest.mark.parametrize("p", [MeantTenth(), Strict()], ids=repr)
+@pytest.mark.parametrize("p", [MeantTenth(), Strict(), Strict(error=TypeError), Strict(error=KeyError)], ids=repr)
 def test_what_is_meant_and_what_refuses_other_arrays_is_no_mistake(p):
     assert warned(p, {"w": np.abs(W) / np.abs(W).sum()}) == []
 

@@ -88,6 +88,26 @@ def test_a_stack_of_three_is_three_arrays(stage, axis):
         assert_close(got, restacked(each, axis))
 
 
+class Rows(rpx.Reparametrization):
+    """A matrix as the sums of its rows, and what they leave: values of two numbers of axes."""
+
+    raw_values = {"sum": rpx.stage.main(), "rest": rpx.stage.main()}
+
+    def init_leaf(self, w):
+        return {"sum": w.sum(-1), "rest": w - w.mean(-1, keepdims=True)}
+
+    def apply_leaf(self, values):
+        return values["rest"] + values["sum"][:, None] / values["rest"].shape[-1]
+
+
+@pytest.mark.parametrize(("axes", "shape"), [((2, 3), (4, 2, 3)), ((0, 3), (2, 4, 3)), ((1, 2), (4, 2, 3))])
+def test_a_value_of_fewer_axes_has_its_stacked_axes_as_near_as_it_can(axes, shape):
+    w = np.moveaxis(normal(2, 3, 4, 5), (0, 1), axes)
+    raw = Rows(stacked=axes).init({"w": w})
+    assert raw["w"]["@rows"]["sum"].shape == shape
+    np.testing.assert_allclose(Rows(stacked=axes).fold(raw)["w"], w, atol=1e-6)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", DRAWN, ids=repr)
 def test_the_start_of_each_stacked_array_is_drawn_by_itself(stage):

@@ -59,6 +59,12 @@ NAMES = {
         {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
         {"weight_g": G, "weight_v": W},
     ),
+    "a cast of weight norm": (
+        rpx.WeightNorm() >> rpx.quantized.Cast("bfloat16"),
+        NORMED,
+        {"parametrizations.weight.original0": G, "parametrizations.weight.original1": W},
+        {"weight_g": G, "weight_v": W},
+    ),
     "weight norm of the whole": (
         rpx.WeightNorm(axis=None),
         dense("weight_norm", g=numbers(1, 1), v=W.T),
@@ -497,6 +503,15 @@ def test_orthogonal_matrices_are_those_of_torch(name):
 @pytest.mark.parametrize(("map", "original", "base"), WIDE.values(), ids=WIDE)
 def test_wide_matrices_are_transposed_as_in_torch(map, original, base):
     assert_orthogonal_weight(map, {f"{PATH}original": original.T, f"{PATH}0.base": base}, (base @ map(original)).T)
+
+
+@pytest.mark.parametrize("ours", ["cayley", "householder"])
+def test_a_matrix_of_another_map_is_the_same_matrix(ours):
+    state = {f"{PATH}original": ORIGINAL, f"{PATH}0.base": rotation(4, 4)}
+    w = rotation(4, 4) @ expm(ORIGINAL)
+    with jax.enable_x64():
+        tree = rpx.io.from_torch(rpx.Orthogonal(ours), state, {"kernel": w.T}, orthogonal_map="matrix_exp")
+        np.testing.assert_allclose(fold(rpx.Orthogonal(ours), tree)["kernel"], w.T, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("map", [cayley, householder])

@@ -37,6 +37,9 @@ def test_rows_in_groups_meet_the_matrix_of_their_group():
     found = the(lambda *args: lax.ragged_dot_general(*args, numbers), x, w, sizes)
     assert (roles(found, 0), roles(found, 1)) == (([2], [0, 1], []), ([1], [2], [0]))
     assert [found.sources(i)[:2] for i in range(3)] == [[0, None], [1, None], [None, 2]]
+    numbers = lax.RaggedDotDimensionNumbers((([2], [0]), ([], [])), [1], [1])
+    found = the(lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((3, 4, 6)), sizes)
+    assert (roles(found, 0), roles(found, 1)) == (([2], [0, 1], []), ([0], [2], [1]))
     numbers = lax.RaggedDotDimensionNumbers((([1], [0]), ([], [])), [1], [])
     found = the(lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((5, 6)), sizes[0])
     assert [found.sources(i) for i in range(4)] == [[None, None, 0], [0, None, None], [2, None, None], [None, 1, None]]

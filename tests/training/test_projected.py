@@ -50,6 +50,13 @@ def test_each_step_ends_on_the_image_at_the_point_nearest_to_a_plain_step(p, sta
         np.testing.assert_allclose(params["b"], nearest["b"], rtol=1e-6)
 
 
+def test_a_single_array_can_be_all_parameters():
+    tx = rpx.training.projected(rpx.norms.MaxNorm(1.0, axis=-1))
+    w, step = np.float32([[0.6], [0.0]]), np.float32([[0.6], [1.6]])  # to (1.2, 1.6), whose norm is 2
+    updates, _ = tx.update(step, tx.init(w), w)
+    np.testing.assert_allclose(w + updates, [[0.6], [0.8]], rtol=1e-6)
+
+
 def test_it_asks_for_parameters_and_refuses_what_it_cannot_take_at_once():
     tx = rpx.training.projected(rpx.Orthogonal())
     with raises(

@@ -136,6 +136,22 @@ def test_the_number_of_the_largest_magnitude_is_the_lowest_code(name, low, top):
     np.testing.assert_array_equal(got, codes.astype(np.float32) * np.repeat(scale, 32, axis=0).astype(np.float32))
 
 
+@pytest.mark.parametrize(("name", "bits"), [("gguf:q4_1", 4), ("gguf:q5_1", 5)])
+def test_the_lowest_number_of_a_block_is_the_code_zero(name, bits):
+    """As gguf 0.17 computes those of Q4_1 and Q5_1."""
+    w = normal(64, 6) + 3
+    w[:32, 0] = 2
+    rows = w.T.reshape(-1, 32)
+    least, most = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
+    scale = (most - least) / np.float32(2**bits - 1)
+    inverse = np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale))
+    codes = np.trunc((rows - least) * inverse + np.float32(0.5))
+    held, got = stored(rpx.Quantized(name), w)
+    np.testing.assert_array_equal(bits_of(held["q"], bits), codes.reshape(w.T.shape).T)
+    want = codes * scale.astype(np.float16) + least.astype(np.float16)
+    np.testing.assert_allclose(got, want.reshape(w.T.shape).T, rtol=1e-6)
+
+
 @pytest.mark.parametrize("block", [(8, 2), (5, 3), (16, 4)])
 def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
     w = normal(16, 4)
