@@ -49,12 +49,25 @@ def printing(x):
     return x
 
 
+def far_apart(v, w, x):
+    """The second weight is computed by the equations 1 and 8."""
+    u, w = jnp.sin(v), jnp.cos(w)
+    for _ in range(6):
+        u = jnp.exp(u)
+    return (x @ jnp.log(w)) @ u
+
+
 # A function, which of its inputs are known, and the names of the equations of each batch; delayed ones in brackets.
 ORDERS = {
     "two weights": (
         lambda v, w, x: (x @ jnp.sin(v)) @ jnp.cos(w),
         [True, True, False],
         ["[sin]", "dot_general", "[cos]", "dot_general"],
+    ),
+    "equations that are far apart": (
+        far_apart,
+        [True, True, False],
+        ["[cos log]", "dot_general", "[sin exp exp exp exp exp exp]", "dot_general"],
     ),
     "a weight that is read twice": (
         lambda w, x: jnp.exp((lambda v: x @ v @ v)(jnp.sin(w))),
