@@ -348,6 +348,7 @@ def test_rows_far_beyond_the_table_are_not_there():
         ("kcr,r,ro->kco", 2, 2),
         ("kcrs,rso->kco", 6, 1),
         ("kco->kco", 5, None),
+        ("kco,o->kco", 5, None),
         ("kcw->kcw", 1, None),
         ("kr,rco->kco", 5, None),
     ],
