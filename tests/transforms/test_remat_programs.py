@@ -361,14 +361,14 @@ def test_large_weights_of_a_step_are_marked_that_it_reads_in_place(fun, types, k
 
 
 def test_what_a_loop_carries_is_no_slice_of_a_step():
-    def looped(h, k, w):
-        return lax.scan(lambda c, w: ((c[0] @ c[1] @ w, c[1]), None), (h, k), w)[0]
+    def looped(h, k, m, w):
+        return lax.scan(lambda c, w: ((c[0] @ c[1] @ w, c[2], c[1]), None), (h, k, m), w)[0]
 
     n = LIMIT + 1
-    (scan,) = traced(looped, (2, n), (n, n), (3, n, n)).eqns
-    body, consts, known = _remat_rewrites._body_with_known_inputs(scan, [False, True, True])
+    (scan,) = traced(looped, (2, n), (n, n), (n, n), (3, n, n)).eqns
+    body, consts, known = _remat_rewrites._body_with_known_inputs(scan, [False, True, True, True])
     assert str(body).count("reparax_read") == 1
-    assert known == [True] * len(consts) + [False, True, True]
+    assert known == [True] * len(consts) + [False, True, True, True]
 
 
 STACK = (12, 64, 64)  # three times as large as what is worth to be moved
