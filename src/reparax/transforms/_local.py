@@ -617,7 +617,7 @@ def _split_batch_of_draws(operation: Operation) -> list[Sum] | None:
 
     def with_own_source(factor: Factor, i: int) -> Factor:
         """Returns ``factor`` with a source of its own, so that the ``i``-th output counts as a separate draw."""
-        return replace(factor, draw=replace(draws[0], source=(draws[0].source, i)))
+        return replace(factor, draw=factor.draw and replace(factor.draw, source=(factor.draw.source, i)))
 
     parts = move_sum(operation.eqn, [x]) or []
     return [map_factors(part, partial(with_own_source, i=i)) for i, part in enumerate(parts)]
