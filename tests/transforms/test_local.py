@@ -440,6 +440,10 @@ def biases_alone(draw, weights, x):
     return value + pull(jnp.ones_like(value))[0]
 
 
+def biases_before_a_call(draw, weights, x):
+    return biases_alone(draw, weights, x) + jax.jit(jnp.add)(x, draw(weights)["v"][None])
+
+
 def meta_learning(draw, weights, x):
     def loss(weights, x):
         return jnp.mean(network_with_biases(draw(weights), x) ** 2)
@@ -453,6 +457,7 @@ INSIDE = {
     "a penalty": (penalty, "dot_general reads it along the other side, as a gradient does"),
     "meta-learning": (meta_learning, "add takes one draw for all"),
     "biases alone": (biases_alone, "add reads it again, beside a gradient"),
+    "biases before a call": (biases_before_a_call, "add reads it again, beside a gradient"),
     "Euler": (identity_of_euler, "dot_general reads it along the other side, as a gradient does"),
     "Euler, gains": (identity_of_gains, "mul reads it along the other side, as a gradient does"),
     "Euler, images": (identity_of_images, "conv_general_dilated reads it along the other side, as a gradient does"),
@@ -650,7 +655,7 @@ def test_one_draw_for_all(name):
     "name",
     [
         *("a formula mixes entries", "turned over", "symmetric", "side by side", "rows without data", "both sides"),
-        *("float16", "a penalty", "biases alone", "Euler, gains", "Euler, images"),
+        *("float16", "a penalty", "biases alone", "biases before a call", "Euler, gains", "Euler, images"),
     ],
 )
 def test_the_report_says_why_all_rows_share_one_draw(name):
@@ -736,6 +741,15 @@ def test_data_that_is_closed_over_is_refused(name):
     )
 
 
+def test_the_report_tells_which_of_two_weights_multiplies_what_is_closed_over():
+    def network(raw, key, x):
+        w = NOISE.apply(raw, key)
+        return x @ w["a"] + BATCH @ w["b"] + x @ w["c"]
+
+    report = rpx.explain(local_reparametrization(network), dict.fromkeys("abc", SQUARE), KEY, BATCH)
+    assert ["closed over" in each.reason for each in report.weights] == [False, True, False]
+
+
 def in_loop(w, xs):
     return jax.lax.map(lambda x: x @ w, xs)
 
@@ -794,7 +808,8 @@ def test_each_use_and_each_step_of_a_loop_draws():
     def network(raw, key, x):
         w = NOISE.apply(raw, key)["w"]
         steps = jax.lax.scan(lambda _, x: (None, x @ w), None, jnp.stack([x, x]))[1]
-        return x @ w - x @ w, steps[0] - steps[1]
+        inside = jax.lax.map(lambda xs: jax.lax.map(lambda x: x @ w, xs), jnp.stack([jnp.stack([x, x])] * 2))
+        return x @ w - x @ w, steps[0] - steps[1], inside[0] - inside[1], inside[:, 0] - inside[:, 1]
 
     for differences in jax.jit(local_reparametrization(network))(WEIGHTS, KEY, normal(5, 3)):
         assert np.all(np.abs(differences) > 1e-4)
@@ -874,7 +889,7 @@ def kept(jaxpr):
             yield from kept(inside)
 
 
-@pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
+@pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1), (EACH >> NOISE, 2)])
 def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
     """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""
     raw = p.init({"w": jnp.ones((4, 3))})

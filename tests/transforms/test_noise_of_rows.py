@@ -137,8 +137,8 @@ def of_a_batch(w, x):
     return lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
 
 
-def scaled(x, n):
-    return lax.mul(x, n)
+def rows_of_table(w, i):
+    return lax.gather(w, i, lax.GatherDimensionNumbers((1,), (0,), (0,)), (1, w.shape[1]))
 
 
 # An equation, its operands, the sizes of the rows that draw, and the axes that the equation sums over and keeps.
@@ -157,6 +157,10 @@ ROWS = {
     "two draws that were looked up": (product, [noisy("e:io+o,f:io->io", rows=7), X], [5, 7], {2}, {1}),
     "two weights": (lax.mul, [noisy("e:o->bo"), noisy("f:b->bo")], [], {1}, {1}),
     "an axis of size 1": (product, [noisy("e:wo->wo"), normal(5, 1)], [5], set(), {1}),
+    "a number": (lax.mul, [noisy("e:->"), normal(5, 3)], [5, 3], set(), set()),
+    "rows of a table": (rows_of_table, [noisy("e:io->io"), np.zeros((5, 1), np.int32)], [5], set(), set()),
+    "experts": (lambda w, x, n: lax.ragged_dot(x, w, n), [noisy("e:rio->rio"), X, RAGGED], [5], {2}, {1}),
+    "an image": (lambda w, x: convolved(w, x), [noisy("e:rio->rio"), normal(2, 7, 4)], [2, 6], {2, 3}, {1}),
 }
 
 
@@ -242,6 +246,14 @@ def test_the_mean_is_that_of_the_mean_of_the_weight_in_float32():
     assert mean(noisy("io+e:o->io"), x) is None
 
 
+def test_the_array_of_a_weight_has_the_precision_of_the_weight():
+    x = replace(noisy("ir,ro->io"), precision=lax.Precision.HIGHEST)
+    program = jax.make_jaxpr(lambda: _local.array_of(x))()
+    assert [eqn.params["precision"] for eqn in program.jaxpr.eqns if "precision" in eqn.params] == [
+        (lax.Precision.HIGHEST,) * 2
+    ]
+
+
 # ---- records of weights
 
 
@@ -279,6 +291,7 @@ THREE = "e:rio->rio"
         (THREE, lambda x: lax.split(x, (2,), 0), None),
         (THREE, lambda x: lax.split(x, (1, 1, 1, 1), 1), None),
         (THREE, lambda x: lax.transpose(x, (0, 2, 1)), None),
+        ("e:oir->oir", lambda x: lax.split(x, (1, 2), 0), None),
         ("e:rio,w->rio", lambda x: lax.split(x, (1, 1), 0), None),
         ("e:rio+f:rio->rio", lambda x: lax.split(x, (1, 1), 0), None),
     ],
@@ -348,9 +361,9 @@ def test_what_is_made_of_a_weight_is_told_by_its_type_before_it_was_contracted_o
 
 
 def test_draws_are_the_same_where_keys_have_the_same_formula():
-    def drawn(formula, shape=(4, 3), path=()):
+    def drawn(formula, shape=(4, 3), path=(), dtype=np.float32):
         eqn = SimpleNamespace()
-        view = SimpleNamespace(bind=lambda key: [jax.ShapeDtypeStruct(shape, np.float32)])
+        view = SimpleNamespace(bind=lambda key: [jax.ShapeDtypeStruct(shape, dtype)])
         made = SimpleNamespace(
             view=view, args=["key"], facts=[replace(KNOWN, formula=formula)], out_facts=DATA, maker=(*path, id(eqn))
         )
@@ -362,6 +375,7 @@ def test_draws_are_the_same_where_keys_have_the_same_formula():
 
     assert drawn(3) == drawn(3) != drawn(4)
     assert drawn(3) != drawn(3, (3, 4))
+    assert drawn(3) != drawn(3, dtype=np.float16)
     assert drawn(None, path=(1,)) != drawn(None, path=(2,))
 
 
@@ -477,6 +491,17 @@ def test_beside_values_that_are_recomputed_draws_are_shared_that_are_read_again(
 
 
 # ---- reads
+
+
+def test_a_read_is_known_by_its_place_its_equation_and_its_draws():
+    rules, eqns = Drawing({}, None), [SimpleNamespace(), SimpleNamespace()]
+    places = [((), 0, "e"), ((1,), 0, "e"), ((), 1, "e"), ((), 0, "f"), ((1,), 0, "e")]
+    numbers = [
+        rules._record_read(SimpleNamespace(path=path), NoisyRead(eqns[i], None, {draw: ((), ())}, n))
+        for n, (path, i, draw) in enumerate(places)
+    ]
+    assert numbers == [0, 1, 2, 3, 1]
+    assert [read.rows for read in rules.reads.values()] == [0, 4, 2, 3]
 
 
 NOISE = rpx.VarNoise(0.1)

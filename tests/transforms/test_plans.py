@@ -473,6 +473,18 @@ def along_the_window(n):
     return Sum((found,), shape, np.dtype("f4"), None, None), np.broadcast_to(normal(3)[:, None, None], shape)
 
 
+def with_channels_in_front(of):
+    """The same kernel with the window at the end."""
+    x, dense = of
+    axes, shape = (1, 2, 0), dense.shape[1:] + dense.shape[:1]
+    return x.map_products(lambda y: replace(y, axes=tuple(y.axes[i] for i in axes)), shape), dense.transpose(axes)
+
+
+def by_strides_in_groups(w, x):
+    parts = zip(np.split(w, 2, 1), np.split(x, 2, 0), strict=True)
+    return np.concatenate([by_strides(*each) for each in parts], 1)
+
+
 # An equation, the deviations of its weight, the place of the weight, the data, and the variance.
 GROUPED, ENTRIES, LIKE = convolved(feature_group_count=2), weight("io->io"), normal(6, 5)
 VARIANCES = {
@@ -480,6 +492,20 @@ VARIANCES = {
     "a convolution": (convolved(), weight("kco->kco"), 1, IMAGES, lambda v, x: by_windows(x**2, v)),
     "one deviation": (convolved(), along_the_window(5), 1, IMAGES[..., :2], lambda v, x: by_windows(x**2, v)),
     "groups": (GROUPED, along_the_window(6), 1, IMAGES, lambda v, x: by_windows(x**2, v, 2)),
+    "groups of another layout": (
+        convolved(("CNH", "IOH", "NCH"), feature_group_count=2, **STRIDES),
+        with_channels_in_front(along_the_window(6)),
+        1,
+        TURNED,
+        lambda v, x: by_strides_in_groups(v, x**2),
+    ),
+    "a weight on the left": (
+        lambda w, x: lax.dot_general(w, x, (((0,), (1,)), ((), ()))),
+        ENTRIES,
+        0,
+        X,
+        lambda v, x: v.T @ (x**2).T,
+    ),
     "rows": (look_up("clip"), ENTRIES, 0, IDS, partial(rows_of, outside=None)),
     "rows that are not there": (look_up("fill"), ENTRIES, 0, IDS, partial(rows_of, outside=0.0)),
     "a multiple": (lax.mul, ENTRIES, 0, LIKE, lambda v, x: v * x**2),

@@ -561,7 +561,7 @@ def _row_sizes(operation: Operation) -> list[Any]:
 
     # Several draws in a weight were looked up together, so their rows count once.
     looked_up = dict.fromkeys(draw.rows for _, x in weights for *_, draw in _draws_in(x))
-    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up]
+    sizes = [*(n for i, n in enumerate(view.type.shape) if is_row(i)), *looked_up]
     return [n for n in sizes if n != 1]  # A draw that was not looked up has one row.
 
 
