@@ -215,6 +215,11 @@ USES = {
         ([LAYERS], X),
         [EACH],
     ),
+    "layers that constants choose, also added to data": (
+        lambda p, x: (scan(lambda h, w: (jnp.tanh(h @ w), None), x, p[0][KEEP])[0], p[0][KEEP] + x[:2, :, None]),
+        ([shaped(4, 3, 3)], X),
+        [EACH],
+    ),
     "columns of a layer": (lambda p, x: x @ p[0][1][:, KEEP], ([LAYERS], X), [EACH]),
     "every other column": (lambda p, x: jnp.tanh(x @ p[0][:, ::2]) @ p[1][::-2], ([W, V], X), [DENSE, DENSE]),
     "a penalty on chosen columns": (
@@ -525,6 +530,12 @@ def ranked_before(params, x):
     return every(gates * x, params["up"], params["down"]).sum(0)
 
 
+def cut_before(params, x):
+    scores = jnp.concatenate([x @ params["r"]] * 2, 1)
+    gates = jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (4,)))(scores, jnp.argmax(x, 1))
+    return every(gates.T[..., None] * x, params["up"], params["down"]).sum(0)
+
+
 def gated_twice(params, x):
     gates = (x @ params["r"]).T[..., None]
     return sum(every(each * x, params["up"], params["down"]).sum(0) for each in (gates, jax.nn.softmax(gates, 0)))
@@ -581,6 +592,7 @@ def members(params, x):
         (routed, ((0,), (1,), ())),
         (gated_before, ((0,), (1,), ())),
         (ranked_before, ((0,), (1,), ())),
+        (cut_before, ((0,), (1,), ())),
         (ranked_in_a_loop, ((0,), (1,), ())),
         (ranked_for_the_next_step, ((0,), (1,), ())),
         (gated_twice, ((0,), (1,), ())),

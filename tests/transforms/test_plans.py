@@ -1,5 +1,6 @@
 """What a plan decides and tells about weights, and how products use them: costs and values that are written by hand."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -12,8 +13,12 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from one_array import normal
 
+from reparax.numerics.terms import Term, record_terms, sum_terms
 from reparax.programs import jaxprs
+from reparax.programs.dependence import Facts
 from reparax.programs.equations import view_of
+from reparax.programs.interpreter import Interpreter, Operation
+from reparax.programs.multiply import array_of_sum
 from reparax.programs.rules import cast_sum
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms import _local
@@ -24,6 +29,8 @@ from reparax.transforms._factored import (
     SumRead,
     _split_kernel,
     costs_of_lookup,
+    declared_sum,
+    declares_terms,
     plan_sums,
     weight_use,
 )
@@ -106,6 +113,104 @@ def test_a_plan_tells_of_each_weight_that_the_network_reads_or_of_the_last_that_
         ("e", True, "1 product, 1.00 of the operations"),
         ("d", True, "1 product, 0.25 of the operations"),
     ]
+
+
+# ---- terms that a stage declares
+
+
+A, B, D, GAIN = (normal(*shape, seed=i) for i, shape in enumerate([(6, 2), (2, 5), (6, 5), (5,)]))
+Q = np.arange(30, dtype=np.int8).reshape(6, 5)
+
+
+def told(*terms):
+    """A function of arrays that declares terms: "ir,rj->ij" of the first two, and so on."""
+
+    def declared_terms(*arrays):
+        rest = iter(arrays)
+        return [Term(spec, *itertools.islice(rest, spec.count(",") + 1)) for spec in terms]
+
+    return lambda *arrays: record_terms(lambda *arrays: sum_terms(declared_terms(*arrays)), declared_terms, *arrays)
+
+
+def named_so(*last):
+    """A call of the name and with the outputs of terms, but for the last ones."""
+
+    def call(a, b):
+        return a @ b, a, b, *last
+
+    call.__name__ = jax.make_jaxpr(told("ir,rj->ij"))(A, B).jaxpr.eqns[0].params["name"]
+    return lambda a, b: jax.jit(call)(a, b)[0]
+
+
+def declared(fun, *arrays, fixed=(), known=True, only=True):
+    program = jax.make_jaxpr(fun)(*arrays).jaxpr
+    (eqn,) = (eqn for eqn in program.eqns if declares_terms(eqn))
+    facts = [Facts(known=True, fixed=i in fixed) for i, _ in enumerate(arrays)]
+    out_facts = Facts(known=known, fixed=False)
+    value_of = dict(zip(program.invars, zip(arrays, facts, strict=True), strict=True))
+    args, facts = zip(*(value_of[v] for v in eqn.invars), strict=True)
+    return declared_sum(Operation(Interpreter(Factoring(SumPlan())), eqn, args, facts, out_facts, only_first_read=only))
+
+
+def circulant_by_hand(c):
+    return np.stack([np.roll(c, i) for i in range(len(c))], 1)
+
+
+LOW_AND_DENSE = told("ir,rj->ij", "ij->ij")
+# A function that declares terms, its arrays, the sizes of the axes of each factor, and the array by hand.
+TERMS = {
+    "two terms": (LOW_AND_DENSE, [A, B, D], [[(6, 2), (2, 5)], [(6, 5)]], A @ B + D),
+    "whole numbers": (told("ij,j->ij"), [Q, GAIN], [[(6, 5), (5,)]], Q * GAIN),
+    "merged axes": (told("ac,bd->(ab)(cd)"), [A, B], [[(6, 2), (2, 5)]], np.kron(A, B)),
+    "a circulant": (told("(i-j)->ij"), [GAIN], [[(5, 5)]], circulant_by_hand(GAIN)),
+    "a diagonal": (told("i->ii"), [GAIN], [[(5,)]], np.diag(GAIN)),
+    "a row": (told("ir,rj->ij"), [A[:1], B], [[(2,), (2, 5)]], A[:1] @ B),
+    "members of which some have a factor": (
+        lambda a, b, d: jax.vmap(LOW_AND_DENSE, (1, None, 0), 1)(a, b, d),
+        [normal(6, 3, 2), B, normal(3, 6, 5)],
+        [[(3, 6, 2), (2, 5)], [(3, 6, 5)]],
+        np.einsum("imr,rj->mij", normal(6, 3, 2), B) + normal(3, 6, 5),
+    ),
+    "members of members": (
+        jax.vmap(jax.vmap(told("ir,rj->ij"), (0, None))),
+        [normal(2, 3, 6, 2), normal(2, 2, 5)],
+        None,
+        None,
+    ),
+    "float16": (told("ir,rj->ij"), [A.astype(np.float16), B.astype(np.float16)], None, None),
+    "a derivative": (lambda a, b: jax.jvp(told("ir,rj->ij"), (a, b), (a, b)), [A, B], None, None),
+    "a number at the end": (named_so(1.5), [A, B], None, None),
+    "numbers at the end": (named_so(np.int32([1, 2])), [A, B], None, None),
+    "an output more": (named_so(1.5, np.int32(0)), [A, B], None, None),
+}
+
+
+def test_terms_that_a_stage_declares_are_the_products_of_the_sum():
+    found = {}
+
+    @jax.jit
+    def arrays():
+        for name, (fun, args, *_) in TERMS.items():
+            found[name] = declared(fun, *args, fixed=[1])
+        return {name: array_of_sum(x) for name, x in found.items() if x is not None}
+
+    dense = arrays()
+    for name, (_, _, sizes, want) in TERMS.items():
+        if sizes is None:
+            assert found[name] is None, name
+            continue
+        np.testing.assert_allclose(dense[name], want, rtol=1e-5, atol=1e-5, err_msg=name)
+        x = found[name]
+        factors = [y.factors for y in x.products]
+        assert [[tuple(n.size for n in f.labels if n.size != 1) for f in each] for each in factors] == sizes, name
+        assert [f.fixed for each in factors for f in each] == [i == 1 for i in range(sum(map(len, factors)))], name
+        assert (x.shape, x.dtype, x.precision) == (want.shape, np.float32, "highest"), name
+        assert all(label.size != 1 for y in x.products for axis in y.axes for label in axis), name
+
+
+def test_terms_are_read_of_weights_alone_and_where_nothing_else_of_the_call_is_read():
+    assert declared(LOW_AND_DENSE, A, B, D, known=False) is None
+    assert declared(LOW_AND_DENSE, A, B, D, only=False) is None
 
 
 # ---- products with weights in factors
