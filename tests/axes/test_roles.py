@@ -455,6 +455,7 @@ USES = {
         ([LAYERS, LAYERS], X),
         [EACH, EACH],
     ),
+    "a sum of factors of layers": (lambda p, x: x @ (p[0] @ p[1]).sum(0), ([LAYERS, LAYERS], X), [EACH, EACH]),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),

@@ -160,6 +160,8 @@ ROWS = {
     "a new axis": (lambda a: a.reshape(2, 1, 3), [(2, 3)], ["2a0  1~  3a1"]),
     "joined": (lambda a, b: lax.concatenate((a, b.reshape(4, 2)), 0), [(3, 2), (2, 2, 2)], ["7a0b0b1  2a1b2"]),
     "joined along the last": (lambda a, b: lax.concatenate((a, b), 1), [(3, 2), (3, 5)], ["3a0b0  7a1b1"]),
+    "stacked": (lambda a, b: jnp.stack([a, b], 1), [(2, 3), (2, 3)], ["2a0b0  2  3a1b1"]),
+    "unstacked": (lambda a: jnp.unstack(a, axis=1), [(2, 3, 4)], ["2a0  4a2"] * 3),
     "joined alone": (lambda a: lax.concatenate((a.reshape(6),), 0), [(2, 3)], ["2a0*3a1"]),
 }
 

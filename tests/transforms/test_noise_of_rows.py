@@ -505,6 +505,18 @@ def test_a_read_is_known_by_its_place_its_equation_and_its_draws():
 
 
 NOISE = rpx.VarNoise(0.1)
+
+
+@pytest.mark.parametrize(("pick", "reason"), [(lambda k, l: l, "1 use, 5 rows"), (lambda k, l: k, "add takes one draw")])
+def test_draws_by_two_keys_are_two_draws(pick, reason):
+    def network(raw, first, second, x):
+        return x @ (NOISE.apply(raw, first)["w"] + NOISE.apply(raw, pick(first, second))["w"])
+
+    raw, x = {"w": jax.ShapeDtypeStruct((4, 3), np.float32)}, jax.ShapeDtypeStruct((5, 4), np.float32)
+    (weight,) = rpx.explain(rpx.transforms.local_reparametrization(network), raw, KEY, KEY, x).weights
+    assert weight.reason.startswith(reason)
+
+
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 ROWS_OF_DATA, COLUMNS = Spec("d"), Spec(None, "d")
 
