@@ -517,6 +517,16 @@ def test_draws_by_two_keys_are_two_draws(pick, reason):
     assert weight.reason.startswith(reason)
 
 
+def test_an_array_of_each_step_has_the_dtype_of_the_weight():
+    def network(raw, key, masks):
+        w = NOISE.apply(raw, key)["w"]
+        return lax.map(lambda mask: jnp.square((w * mask).astype(HALF)), masks)
+
+    raw, masks = {"w": jax.ShapeDtypeStruct((4, 3), np.float32)}, jax.ShapeDtypeStruct((7, 4, 3), np.float32)
+    found = jax.make_jaxpr(rpx.transforms.local_reparametrization(network))(raw, KEY, masks)
+    assert found.out_avals[0].dtype == HALF
+
+
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 ROWS_OF_DATA, COLUMNS = Spec("d"), Spec(None, "d")
 

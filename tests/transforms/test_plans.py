@@ -248,6 +248,10 @@ def product(w, x):
     return lax.dot(x, w)
 
 
+def by_half(w, x, **settings):
+    return lax.dot(x, w, **settings)
+
+
 def look_up(mode, fill_value=None):
     numbers = lax.GatherDimensionNumbers((2,), (0,), (0,))
     return lambda w, ids: lax.gather(w, ids, numbers, (1, w.shape[1]), mode=mode, fill_value=fill_value)
@@ -411,12 +415,15 @@ def jaxprs_of(program):
             yield from jaxprs_of(inside)
 
 
-@pytest.mark.parametrize(("dtype", "dtypes"), [("f4", {"float32"}), ("bfloat16", {"bfloat16"})])
-def test_convolutions_of_few_digits_are_summed_in_the_dtype_of_the_result(dtype, dtypes):
-    half = cast_sum(weight("kcr,ro->kco")[0], jnp.bfloat16)
-    x = jax.ShapeDtypeStruct(IMAGES.shape, jnp.bfloat16)
-    fun = convolved(preferred_element_type=jnp.dtype(dtype))
-    program = jax.make_jaxpr(lambda x: use_of(fun, half, x).compute())(x)
+@pytest.mark.parametrize(("dtype", "dtypes"), [("f4", {"float32"}), ("bfloat16", {"bfloat16"}), ("f2", {"float32"})])
+@pytest.mark.parametrize(
+    ("fun", "spec", "data"), [(convolved, "kcr,ro->kco", IMAGES), (lambda **settings: partial(by_half, **settings), LOW, X)]
+)
+def test_products_of_few_digits_are_summed_in_the_dtype_of_the_result_or_in_float32(fun, spec, data, dtype, dtypes):
+    half = cast_sum(weight(spec)[0], jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(data.shape, jnp.bfloat16)
+    of = fun(preferred_element_type=jnp.dtype(dtype))
+    program = jax.make_jaxpr(lambda x: use_of(of, half, x).compute())(x)
     assert program.out_avals[0].dtype == jnp.dtype(dtype)
     products = [eqn for eqn in jaxprs_of(program.jaxpr) if "preferred_element_type" in eqn.params]
     assert {str(eqn.outvars[0].aval.dtype) for eqn in products} == dtypes

@@ -1,5 +1,7 @@
 """What ``remat`` finds in small programs: an order, what must wait, what is costly, masks, and what is stored."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -546,7 +548,11 @@ W, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3), (2, 3)))
 
 
 def checked(w, x):
-    return checkify.checkify(both, errors=checkify.nan_checks)(w, x)[1]
+    def after_a_check(w, x):
+        checkify.check(jnp.sum(x) < 9, "large")
+        return both(w, x)
+
+    return checkify.checkify(after_a_check, errors=checkify.nan_checks | checkify.user_checks)(w, x)[1]
 
 
 def test_a_call_keeps_its_flags_under_transformations():
@@ -576,6 +582,8 @@ def test_a_call_loses_outputs_that_nobody_reads_and_what_they_alone_need(fun, us
         assert not found.eqns
         return
     (eqn,) = found.eqns
+    of_loss = traced(lambda *args: _remat_derivative.recomputed_call(replace(call, n_tangents=0), args), *3 * [(3, 3)])
+    assert _remat_derivative.call_of(jaxprs.keep_used(of_loss, used)[0].eqns[0].params).n_tangents == 0
     assert are_read == read
     assert len(eqn.outvars) == sum(used)
     known = [flag for flag, is_read in zip(call.known_inputs, read, strict=True) if is_read]
