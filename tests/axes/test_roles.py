@@ -455,6 +455,11 @@ USES = {
         ([LAYERS, LAYERS], X),
         [EACH, EACH],
     ),
+    "two factors, and a row of the last that data multiply": (
+        lambda p, x: (x @ (p[0] @ p[1]), x[:, :2] @ p[1][0]),
+        ([W, V], X),
+        [((0, 1), (1,), ()), ((0, 1), (0, 1), (0,))],
+    ),
     "a sum of factors of layers": (lambda p, x: x @ (p[0] @ p[1]).sum(0), ([LAYERS, LAYERS], X), [EACH, EACH]),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (

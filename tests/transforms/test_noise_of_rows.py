@@ -507,7 +507,9 @@ def test_a_read_is_known_by_its_place_its_equation_and_its_draws():
 NOISE = rpx.VarNoise(0.1)
 
 
-@pytest.mark.parametrize(("pick", "reason"), [(lambda k, l: l, "1 use, 5 rows"), (lambda k, l: k, "add takes one draw")])
+@pytest.mark.parametrize(
+    ("pick", "reason"), [(lambda k, l: l, "1 use, 5 rows"), (lambda k, l: k, "add takes one draw")]
+)
 def test_draws_by_two_keys_are_two_draws(pick, reason):
     def network(raw, first, second, x):
         return x @ (NOISE.apply(raw, first)["w"] + NOISE.apply(raw, pick(first, second))["w"])

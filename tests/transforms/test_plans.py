@@ -417,7 +417,8 @@ def jaxprs_of(program):
 
 @pytest.mark.parametrize(("dtype", "dtypes"), [("f4", {"float32"}), ("bfloat16", {"bfloat16"}), ("f2", {"float32"})])
 @pytest.mark.parametrize(
-    ("fun", "spec", "data"), [(convolved, "kcr,ro->kco", IMAGES), (lambda **settings: partial(by_half, **settings), LOW, X)]
+    ("fun", "spec", "data"),
+    [(convolved, "kcr,ro->kco", IMAGES), (lambda **settings: partial(by_half, **settings), LOW, X)],
 )
 def test_products_of_few_digits_are_summed_in_the_dtype_of_the_result_or_in_float32(fun, spec, data, dtype, dtypes):
     half = cast_sum(weight(spec)[0], jnp.bfloat16)

@@ -547,6 +547,29 @@ def both(w, x):
 W, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3), (2, 3)))
 
 
+CONSTANT = jnp.asarray(np.float32(2))
+
+
+def test_constants_of_calls_and_of_rewrites_are_known(monkeypatch):
+    def with_a_constant(program, args, known):
+        seen.append(known)
+        return jaxprs.consts_first(jax.make_jaxpr(lambda *args: jaxprs.evaluate(program, args) + [CONSTANT + 1])(*args))
+
+    scaled = jax.jit(lambda w, x: x @ applied(lambda w: w * CONSTANT, w))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(scaled)(W, X))  # Some versions keep the constant in the call.
+    known, seen = [*(True for _ in consts), True, False], []
+
+    def call_of(**settings):
+        run = _remat_derivative.recomputing_function(program, known, **settings)
+        return call_in(lambda *args: run(*consts, *args), W, X)[0]
+
+    assert call_of().known_inputs == [True, True, False]
+    for rewrite in ("move_into_scans", "store_masks_in_bits"):
+        monkeypatch.setattr(_remat_derivative, rewrite, with_a_constant)
+    assert call_of(keeps_masks=True).known_inputs == [True] * 4 + [False]
+    assert seen == [[True, True, False], [True, True, True, False]]
+
+
 def checked(w, x):
     def after_a_check(w, x):
         checkify.check(jnp.sum(x) < 9, "large")
