@@ -724,6 +724,8 @@ def test_the_reasons_are_all_other_equations_that_read_the_array_with_data():
     here = r"{} reads it: [^;]*test_roles\.py:[^;]*"
     assert re.fullmatch("; ".join(map(here.format, ["scatter", "mul"])), first.why)
     assert re.fullmatch(here.format("cholesky"), second.why)
+    (number,) = roles(lambda p, x: x + p[0][1], [shaped(2)], X)  # of one index, it has no axis left
+    assert re.fullmatch(here.format("add"), number.why)
     assert third == Role(why="no equation reads it together with data", shape=(3, 3), dtype=FLOAT)
 
 

@@ -508,7 +508,7 @@ NOISE = rpx.VarNoise(0.1)
 
 
 @pytest.mark.parametrize(
-    ("pick", "reason"), [(lambda k, l: l, "1 use, 5 rows"), (lambda k, l: k, "add takes one draw")]
+    ("pick", "reason"), [(lambda a, b: b, "1 use, 5 rows"), (lambda a, b: a, "add takes one draw")]
 )
 def test_draws_by_two_keys_are_two_draws(pick, reason):
     def network(raw, first, second, x):
