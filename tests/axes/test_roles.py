@@ -232,6 +232,11 @@ USES = {
         ([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X),
         [DENSE, DENSE],
     ),
+    "places of which each number goes to a member": (
+        lambda p, x: jnp.einsum("bmf,mfo->bmo", (x[:, :1] + p[0][jnp.arange(5)])[:, :, None] * x[:, None], p[1]),
+        ([shaped(9, 4), shaped(4, 3, 2)], X),
+        [((0,), (), (1,)), EACH],
+    ),
     "a network of places": (
         lambda p, x: x + jnp.tanh(p[0][jnp.arange(5)] @ p[1]) @ p[2],
         ([jax.ShapeDtypeStruct((9, 3), FLOAT), W, jax.ShapeDtypeStruct((4, 3), FLOAT)], X),

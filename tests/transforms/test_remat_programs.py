@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -472,6 +473,12 @@ MASKS = {
         lambda w, k: jnp.where(jax.jit(lambda m, n: m & (n > 0))(uniform(k) < 0.5, jnp.ones((16, 64))), w, 0),
         2,
     ),
+    "a mask that is read, and a mask of it and of numbers": (
+        lambda w, k: (
+            lambda m: jnp.where(m, w, 0) * jnp.where(jax.jit(lambda m, n: m & (n > 0))(m, jnp.ones((16, 64))), w, 1)
+        )(uniform(k) < 0.5),
+        2,
+    ),
     "numbers that are read too": (lambda w, k: (lambda u: jnp.where(u < 0.5, w, u))(uniform(k)), 0),
     "numbers of another mask that are read": (
         lambda w, k: (lambda u, v: jnp.where(u < v, w, 0) * jnp.where(v < 0.5, v, 0))(
@@ -504,6 +511,11 @@ def test_masks_are_stored_whose_numbers_nothing_else_reads(name):
 )
 def test_masks_are_packed_along_the_first_axis_of_whole_bytes(shape, axis):
     assert _remat_rewrites._packed_axis(jax.typeof(np.zeros(shape, bool))) == axis
+
+
+def test_masks_are_packed_along_no_axis_that_is_sharded():
+    of_shards = SimpleNamespace(shape=(16, 24, 64), sharding=SimpleNamespace(spec=("d", None, None)))
+    assert _remat_rewrites._packed_axis(of_shards) == 1
 
 
 def test_masks_are_what_they_were_when_they_are_unpacked():
