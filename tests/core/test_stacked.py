@@ -168,6 +168,52 @@ def test_a_third_partys_noise_gets_a_key_for_each_stacked_array():
     assert all(len(np.unique(x)) == 1 for x in np.asarray(w))
 
 
+class Repeated(rpx.Reparametrization):
+    """Every second row, twice, with one number for all of an array."""
+
+    stochastic = True
+
+    def init_leaf(self, w):
+        return {"x": w[::2]}
+
+    def mean_leaf(self, values):
+        return jnp.repeat(values["x"], 2, 0)
+
+    def apply_leaf(self, values, key):
+        return self.mean_leaf(values) + jax.random.uniform(key)
+
+
+class Centred(rpx.Perturbation):
+    """The mean of all of an array is taken away from it, with a key or without."""
+
+    def apply_leaf(self, w, key):
+        return self.mean_leaf(w)
+
+    def mean_leaf(self, w):
+        return w - w.mean()
+
+
+class CentredWithoutDraws(Centred):
+    stochastic = False
+
+
+def test_means_and_draws_of_stacked_arrays_are_those_of_each(key):
+    w = np.arange(8, dtype=np.float32).reshape(4, 2)
+    raw = {"w": {f"@{Repeated.kind}": {"x": np.zeros((2, 3), np.float32)}}}
+
+    @jax.jit
+    def of_each(key):
+        stages = Centred(stacked=1), CentredWithoutDraws(stacked=1)
+        trees = [tree for p in stages for tree in (p.apply({"w": w}, key), p.fold({"w": w}))]
+        return [tree["w"] for tree in trees], Repeated(stacked=1).apply(raw, key)["w"]
+
+    centred, drawn = of_each(key)
+    for each in centred:
+        np.testing.assert_array_equal(each, w - w.mean(0))
+    assert len(np.unique(drawn)) == 3
+    assert np.all(np.equal(drawn, drawn[:1]))
+
+
 def test_several_stacked_axes():
     ws = normal(2, 4, 3, 5, seed=1)  # (stack, in, stack, out)
     raw = init(rpx.WeightNorm(stacked=(0, 2)), {"w": ws})
