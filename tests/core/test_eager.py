@@ -111,6 +111,12 @@ def test_eager_gradients_take_no_memory_with_them():
     assert most_memory_after(200) - before < 20_000  # KiB; a program that stays takes about 7000 in each call
 
 
+def test_formulas_of_stacked_arrays_compile_nothing_again():
+    p = rpx.WeightNorm(axis=-1, stacked=0)
+    raw = {"w": {"@weight_norm": {"g": np.ones((2, 1, 2), np.float32), "v": np.ones((2, 3, 2), np.float32)}}}
+    assert programs_of_a_third_call(lambda: p.apply(raw)) == 0
+
+
 def programs_of(f):
     """How many programs JAX compiles for a call."""
     before = len(COMPILED)
@@ -148,6 +154,7 @@ class AboveLow(rpx.Reparametrization):
 def test_a_start_of_ones_own_may_look_at_numbers_outside_of_programs():
     first, second = (AboveLow().init({"w": np.array([low, 3.0], np.float32)}) for low in (2, 1))
     assert (first["w"]["@above_low"]["low"], second["w"]["@above_low"]["low"]) == (2, 1)
+    np.testing.assert_array_equal(AboveLow().apply(first)["w"], [2, 3])
     with pytest.raises(ValueError, match=r"AboveLow\(\).init at 'w': negative"):
         AboveLow().init({"w": np.array([-1.0, 3.0], np.float32)})
     with pytest.raises(jax.errors.TracerArrayConversionError):

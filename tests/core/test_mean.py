@@ -149,6 +149,9 @@ def test_a_mean_has_the_update_of_its_stage_and_is_undone_like_it():
     assert said == (Moved.kind, True, True, ("key",), True)
     updated = mean.update({"b": {"@moved": {"x": np.float32([5])}}}, jax.random.key(1))
     np.testing.assert_array_equal(updated["b"]["@moved"]["x"], [6])
+    twice = FlippedSigns(0.25, where="w") >> FlippedSigns(0.125, where="w")
+    for without, rest in [(twice, 1), (twice[:1], 0.75), (twice[1], 0.5), (FlippedSigns, 1)]:
+        np.testing.assert_array_equal(twice.fold(params(), without=without)["w"], rest * params()["w"])
     for without in (FlippedSigns, p[0], p):
         np.testing.assert_array_equal(p.deterministic.fold(params(), without=without)["w"], params()["w"])
 

@@ -313,6 +313,8 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
 
     assert Product({"w": "layers/kernel"}, stacked="stacked").with_axes(ROLES).stacked == 0
     assert Product({"w": "out"}, stacked="stacked").with_axes(ROLES).stacked == ()
+    unused = rpx.roles(lambda params, x: x @ params["w"], {"w": np.ones((3, 2)), "u": np.ones(3)}, np.ones((5, 3)))
+    assert Product({"w": "w", "u": "u"}, stacked="stacked").with_axes(unused).stacked == ()
     p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
     with raises(
         ValueError,
