@@ -222,7 +222,7 @@ class Shortened(Kept):
         return {name: {"x": w[1:]} for name, w in arrays.items()}
 
 
-class UsedUp(rpx.stage.Joint):
+class TakenApart(rpx.stage.Joint):
     """Each array and a sum that updates add to; the formulas take what they need out of their arguments."""
 
     raw_values = {"n": rpx.stage.fixed(), "x": rpx.stage.main(aligned=True)}
@@ -247,12 +247,13 @@ def test_formulas_may_use_up_their_arguments(stacked, axis):
         raw = p.init(params)
         return raw, p.apply(raw), p.update(raw), p.penalty(raw)
 
-    p, params = UsedUp({"w": "w", "b": "b"}, stacked=stacked), {"w": normal(2, 3), "b": normal(4, 3, seed=1)}
+    p, params = TakenApart({"w": "w", "b": "b"}, stacked=stacked), {"w": normal(2, 3), "b": normal(4, 3, seed=1)}
     raw, effective, updated, penalty = jax.jit(steps)(params)
+    assert jax.tree.structure(p.init(params)) == jax.tree.structure(raw)
     sums = {name: w.sum(axis) for name, w in params.items()}
     for name, w in params.items():
         np.testing.assert_array_equal(effective[name], w)
-        found = [tree[name]["@used_up"]["@fixed"]["n"] for tree in (raw, updated)]
+        found = [tree[name]["@taken_apart"]["@fixed"]["n"] for tree in (raw, updated)]
         np.testing.assert_allclose(found[0], sums[name], rtol=1e-5)
         np.testing.assert_allclose(found[1], sums[name] + sums["w"] + sums["b"], rtol=1e-5)
     np.testing.assert_allclose(penalty, np.sum(sums["w"] + sums["b"]), rtol=1e-5)
@@ -317,7 +318,8 @@ LEFT = {name: {"@kept": {"x": np.ones(2, np.float32)}} for name in "ab"}
 LOST = {**LEFT, "b": {"@kept": {}}}
 TWO = {"a": ONE, "b": ONE}
 SUMS = {
-    name: {"@used_up": {"@fixed": {"n": np.ones(n, np.float32)}, "x": ONE["w"]}} for name, n in [("w", ()), ("b", 2)]
+    name: {"@taken_apart": {"@fixed": {"n": np.ones(n, np.float32)}, "x": ONE["w"]}}
+    for name, n in [("w", ()), ("b", 2)]
 }
 
 

@@ -130,7 +130,7 @@ class UsedUp(rpx.Reparametrization):
         return values.pop("x") if values.pop("n") is not None else None
 
     def update_leaf(self, values):
-        return {"n": values.pop("n") + values.pop("x")}
+        return {"n": values.pop("n") + jnp.sum(values.pop("x"))}
 
     update_base_leaf = update_leaf
 
@@ -154,10 +154,13 @@ class UsedUpAtRandom(UsedUp):
 def test_formulas_may_use_up_their_arguments(cls, stacked):
     p = cls(where=lambda path, w: w.shape == (2, 3), stacked=stacked)
     raw = jax.eval_shape(p.init, {"w": W})
-    effective = p.apply({"w": {f"@{p.kind}": {"@fixed": {"n": W}, "x": 2 * W}}}, KEY)["w"]
-    np.testing.assert_array_equal(effective, 2 * W)
+    assert jax.tree.structure(p.init({"w": W})) == jax.tree.structure(raw)
+    numbers = {"w": {f"@{p.kind}": {"@fixed": {"n": W}, "x": 2 * W}}}
+    np.testing.assert_array_equal(p.apply(numbers, KEY)["w"], 2 * W)
     for verb in ("update", "update_base"):
-        assert jax.eval_shape(getattr(p, verb), raw) == raw
+        after = getattr(p, verb)(numbers)["w"][f"@{p.kind}"]
+        np.testing.assert_array_equal(after["x"], 2 * W)
+        np.testing.assert_array_equal(after["@fixed"]["n"], W + (2 * W).sum(0 if stacked else None))
     for verb in ("penalty", "log_det") if cls is UsedUp else ("penalty",):
         assert jax.eval_shape(getattr(p, verb), raw).shape == ()
 
@@ -175,6 +178,21 @@ class OwnCount(rpx.Reparametrization):
 
     def update_leaf(self, values):
         return {"n": values["n"] + 1}
+
+
+class OwnLong(Own):
+    """An array of at least two rows, of which the start decides by the shape."""
+
+    def init_leaf(self, w):
+        if len(w) < 2:
+            raise ValueError("expected two rows")
+        return {"x": w}
+
+
+def test_a_start_that_decides_by_shapes_is_not_asked_for_symbols():
+    (n,) = jax.export.symbolic_shape("n")
+    raw = {"w": {f"@{OwnLong.kind}": {"x": jax.ShapeDtypeStruct((n, 3), np.float32)}}}
+    assert jax.eval_shape(OwnLong(where=".*").apply, raw)["w"].shape == (n, 3)
 
 
 class OwnStart(OwnCount):

@@ -89,8 +89,18 @@ class Louder(rpx.VarNoise):
         return super().perturb(w, 2 * drawn)
 
 
+class LouderToo(Louder):
+    merged_with = rpx.VarNoise.merged_with
+
+
 @pytest.mark.parametrize(
-    "stages", [(Louder(0.1),) * 2, (Louder(0.1), rpx.VarNoise(0.2)), (rpx.VarNoise(0.1), Louder(0.2))]
+    "stages",
+    [
+        (Louder(0.1),) * 2,
+        (Louder(0.1), rpx.VarNoise(0.2)),
+        (rpx.VarNoise(0.1), Louder(0.2)),
+        (rpx.VarNoise(0.1), LouderToo(0.2)),
+    ],
 )
 def test_noises_of_different_classes_or_formulas_are_drawn_each_by_itself(stages):
     first, second = stages
@@ -99,11 +109,19 @@ def test_noises_of_different_classes_or_formulas_are_drawn_each_by_itself(stages
 
 
 def test_the_outermost_marker_that_is_left_is_told():
-    raw = {"a": W, "w": {"@weight_norm": {"g": W[:1], "v": {"@mask": {"w": W, "@fixed": {"mask": W}}}}}}
+    raw = {"a": W, "w": {"@weight_norm": {"v": {"@mask": {"w": W, "@fixed": {"mask": W}}}}}}
     with pytest.raises(ValueError, match="has no stage for '@weight_norm' at 'w'"):
         rpx.Chain().apply(raw)
     with pytest.raises(ValueError, match="has no stage for '@weight_norm' at 'w'"):
         rpx.Chain((rpx.Mask(),)).apply(raw, upto=0)
+
+
+def test_each_stage_of_a_kind_says_why_values_that_are_left_cannot_be_its_own():
+    fits, other = rpx.WeightNorm(axis=-1, where="a"), rpx.WeightNorm(axis=0, where="a")
+    for p in (fits >> other, other >> fits, rpx.VarNoise(0.1) >> fits >> Times(1.0) >> other):
+        raw = {**p.init({"a": W}), "b": {"@weight_norm": {"g": W[:1], "v": W}}}
+        with pytest.raises(ValueError, match=r"WeightNorm\(axis=0, where='a'\).apply at 'b': expected 'g' of shape"):
+            jax.eval_shape(p.apply, raw, KEY)
 
 
 def test_an_array_is_set_where_each_value_is_asked_of_its_own_stage():

@@ -174,10 +174,10 @@ class Repeated(rpx.Reparametrization):
     stochastic = True
 
     def init_leaf(self, w):
-        return {"x": w[::2]}
+        return {"more": jnp.zeros(()), "x": w[::2]}
 
     def mean_leaf(self, values):
-        return jnp.repeat(values["x"], 2, 0)
+        return jnp.repeat(values["x"], 2, 0) + values["more"]
 
     def apply_leaf(self, values, key):
         return self.mean_leaf(values) + jax.random.uniform(key)
@@ -196,10 +196,16 @@ class Centred(rpx.Perturbation):
 class CentredWithoutDraws(Centred):
     stochastic = False
 
+    def apply_leaf(self, w, key):
+        return Centred.mean_leaf(self, w)
+
+    def mean_leaf(self, w):
+        raise AssertionError
+
 
 def test_means_and_draws_of_stacked_arrays_are_those_of_each(key):
     w = np.arange(8, dtype=np.float32).reshape(4, 2)
-    raw = {"w": {f"@{Repeated.kind}": {"x": np.zeros((2, 3), np.float32)}}}
+    raw = {"w": {f"@{Repeated.kind}": {"more": np.zeros(3, np.float32), "x": np.zeros((2, 3), np.float32)}}}
 
     @jax.jit
     def of_each(key):

@@ -117,6 +117,7 @@ def test_a_formula_may_have_arguments_that_it_does_not_need():
         lambda self, w, *, key: {"x": w},
         lambda self, w, key=None, more=None, *rest: {"x": w},
         staticmethod(lambda w, key: {"x": w}),
+        classmethod(lambda cls, w, key: {"x": w}),
     ):
         assert wrong(init_leaf=init_leaf).random_init is not None
     for apply_leaf in (lambda self, *args: args[0], lambda self, w, key=None, more=None: w, max):

@@ -237,7 +237,7 @@ class Joint(Leafwise):
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
         """Returns the scalar result of ``penalty_leaves`` for one group of arrays; ``formula`` is ``"penalty"``."""
-        return self._checked_number(f"{formula}_leaves", _as_dicts(values))
+        return self._checked_number(f"{formula}_leaves", values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns a list of this stage, where indices from the roles in ``tree`` replace the word ``"stacked"``.
