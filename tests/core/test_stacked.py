@@ -445,6 +445,20 @@ def test_axes_of_an_array_are_counted_in_its_values(p, values, layout):
     assert p._layout(values) == Layout(*layout)
 
 
+def test_a_formula_takes_merged_axes_and_gives_those_of_the_array():
+    p, w = OfEntries(rows=(2, 0)), np.arange(24).reshape(2, 3, 4)
+    m = w.transpose(2, 0, 1)
+    merged = m.reshape(8, 3)
+    np.testing.assert_array_equal(p._on_merged(lambda x: {"m": x + 1})(w)["m"], m + 1)
+    np.testing.assert_array_equal(p._on_merged(lambda x, more, last: x + more - last)(w, 3, 1), w + 2)
+    np.testing.assert_array_equal(p._on_merged(lambda values, more: values["m"] + more)({"m": m}, 3), w + 3)
+    np.testing.assert_array_equal(p._on_merged(lambda x: x.sum(1))(w), merged.sum(1))
+    assert p._on_merged(lambda values: {"m": values["m"]})({"m": m})["m"] is m
+    assert p._on_merged(lambda x: x)(w) is w
+    numbers = [p._on_merged(formula)({"m": m}) for formula in (lambda values: 1.5, lambda values: values["m"].sum())]
+    assert numbers == [1.5, w.sum()]
+
+
 def test_the_sizes_of_several_columns_come_from_a_value_that_has_them():
     raw = OfBoth(rows=0).init({"w": KERNEL})
     np.testing.assert_array_equal(OfBoth(rows=0).apply(raw)["w"], np.broadcast_to(KERNEL[:, :1, :1], KERNEL.shape))
