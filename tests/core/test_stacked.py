@@ -14,7 +14,7 @@ from errors import table
 from one_array import normal
 
 import reparax as rpx
-from reparax.core.matrices import Layout, RowsAndColumns, merge_axes
+from reparax.core.matrices import Layout, MatrixAxes, RowsAndColumns, merge_axes
 
 COUNT = 3
 
@@ -407,6 +407,7 @@ class OfBoth(OfRows):
 def test_rows_and_columns_stand_for_all_axes_in_their_order(rows, columns, ndim, covered, axes):
     p = OfRows(rows=rows, columns=columns)
     assert (p._covers_axes(ndim), p._for_merged) == (covered, OfRows())
+    assert (MatrixAxes._matrix_error(p, np.ones((2,) * ndim)) is None) == covered
     if axes is not None:
         assert p.axes_of(ndim) == axes
         assert p.axes_in_use(np.ones((2,) * ndim)) == {"columns": (tuple(sorted(axes[1])), "outputs")}
@@ -443,6 +444,13 @@ SEMIDEFINITE = rpx.matrices.PositiveSemidefinite
 )
 def test_axes_of_an_array_are_counted_in_its_values(p, values, layout):
     assert p._layout(values) == Layout(*layout)
+
+
+def test_what_is_no_matrix_needs_to_be_told_its_columns():
+    texts = [OfRows(**axes)._axes_error(KERNEL) for axes in ({}, {"rows": 0, "columns": 1}, {"columns": 3})]
+    starts = "expected a matrix, got", "expected each axis of shape", "columns=3 is out of bounds"
+    assert all(map(str.startswith, texts, starts)), texts
+    assert OfRows()._axes_error(KERNEL[0]) is None
 
 
 def test_a_formula_takes_merged_axes_and_gives_those_of_the_array():
