@@ -202,6 +202,7 @@ def test_axes_fit_an_array_that_has_each_of_them_once(given, w, said):
         ("each", (0, 1, 2), ()),
         ("last", (2,), (0, 1)),
         (-2, (1,), (0, 2)),
+        (0, (0,), (1, 2)),
         ((-1, 0), (0, 2), (1,)),
         ((), (), (0, 1, 2)),
     ],
