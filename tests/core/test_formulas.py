@@ -1,5 +1,7 @@
 """Updates, penalties and log-determinants of chains, from stages whose formulas are written by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,9 +325,8 @@ def test_log_determinants_of_all_bijections_are_added_up():
     ids=repr,
 )
 def test_what_has_no_determinant_is_refused(p, said):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         jax.eval_shape(lambda: p.log_det(p.init({"a": W})))
-    assert said in str(error.value)
 
 
 class Two(rpx.Reparametrization):
