@@ -1,6 +1,7 @@
 """Names of the leaves of trees, and what counts as an array, an end, a box or a reference."""
 
 from collections import OrderedDict
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -81,6 +82,11 @@ class Own(nnx.Param):
     """A class that derives from one of flax."""
 
 
+class Pair(NamedTuple):
+    key: np.ndarray
+    value: np.ndarray
+
+
 class Variable:
     """Of no library."""
 
@@ -141,6 +147,9 @@ jax.tree_util.register_pytree_node(Lost, lambda x: ((), x), lambda x, _: x)
 jax.tree_util.register_pytree_node(
     Strict, lambda x: (list(x.values()), tuple(x)), lambda k, xs: Strict(*zip(k, xs, strict=True))
 )
+jax.tree_util.register_pytree_node(
+    Sorted, lambda x: ([x[key] for key in sorted(x)], sorted(x)), lambda k, xs: Sorted(*zip(k, xs, strict=True))
+)
 IMMUTABLE = to_immutable_dict({"b": {"w": 1, "a": 2}, "a": {"c": 3}})
 
 
@@ -151,6 +160,7 @@ IMMUTABLE = to_immutable_dict({"b": {"w": 1, "a": 2}, "a": {"c": 3}})
         ({"x": IMMUTABLE, "y": [4]}, {"x/a/c": 3, "x/b/a": 2, "x/b/w": 1, "y/0": 4}),
         (Numbered(z=1, a=Numbered(y=2, b=3)), {"z": 1, "a/y": 2, "a/b": 3}),
         (Strict(("z", 1), ("a", {"k": 2})), {"z": 1, "a/k": 2}),
+        (Sorted(("z", 1), ("a", 2)), {"a": 2, "z": 1}),
         (Numbered(z=1, a=1), {"z": 1, "a": 1}),
         ([(1, 2), OrderedDict(b=3, a=4)], {"0/0": 1, "0/1": 2, "1/b": 3, "1/a": 4}),
         ({}, {}),
@@ -159,10 +169,10 @@ IMMUTABLE = to_immutable_dict({"b": {"w": 1, "a": 2}, "a": {"c": 3}})
 )
 def test_each_leaf_has_the_names_of_the_keys_on_its_way(tree, found):
     names, leaves, treedef = paths.flatten_with_names(tree)
-    assert {paths.path_text(name): leaf for name, leaf in zip(names, leaves, strict=True)} == found
+    assert list(zip(map(paths.path_text, names), leaves, strict=True)) == list(found.items())
+    assert leaves == jax.tree.leaves(tree)
     again = treedef.unflatten(leaves)
     assert (type(again), again) == (type(tree), tree)
-    assert list(again) == list(tree) if isinstance(tree, dict) else True
     assert [leaf for _, leaf in paths.items(tree)] == leaves
 
 
@@ -175,6 +185,13 @@ def test_a_mapping_that_counts_as_a_leaf_is_not_opened_and_one_with_names_is_lef
     assert paths.with_names(plain) is plain
     assert paths.with_names({"x": inner}, lambda x: x is inner)["x"] is inner
     assert type(paths.with_names([inner])[0]) is not Numbered
+    outer = {"k": inner}
+    assert paths.with_names({"x": outer, "y": inner}, lambda x: x is outer)["x"] is outer
+
+
+def test_empty_nodes_of_a_mapping_without_names_are_found():
+    tree = {"a": to_immutable_dict({"w": {"@tie": {}}}), "b": to_immutable_dict({"v": 1})}
+    assert paths.items(tree, paths.is_empty) == [(("a", "w", "@tie"), {}), (("b", "v"), 1)]
 
 
 def test_what_jax_does_not_show_of_a_mapping_is_no_leaf_and_the_mapping_stays():
@@ -187,8 +204,9 @@ def test_what_jax_does_not_show_of_a_mapping_is_no_leaf_and_the_mapping_stays():
 
 def test_the_value_of_a_box_has_the_names_of_the_box():
     tree = {"box": nn.Partitioned(W, ("a", "b")), "value": {"value": nn.Partitioned({"value": W}, ("a", "b"))}}
+    tree |= {"pair": Pair(W, W)}
     names = [paths.path_text(name) for name in paths.flatten_with_names(tree)[0]]
-    assert names == ["box", "value/value/value"]
+    assert names == ["box", "pair/key", "pair/value", "value/value/value"]
     variables = {"a": nnx.Param(W), "b": nnx.Param(W)}
     assert [name for name, _ in paths.items(variables)] == [("a",), ("b",)]
 
