@@ -140,6 +140,10 @@ class Strict(dict):
         super().__init__(items)
 
 
+class Sorted(Strict):
+    """The same, whose children JAX gives in the order of their keys."""
+
+
 jax.tree_util.register_pytree_node(
     Numbered, lambda x: (list(x.values()), tuple(x)), lambda k, xs: Numbered(zip(k, xs, strict=True))
 )
@@ -148,7 +152,7 @@ jax.tree_util.register_pytree_node(
     Strict, lambda x: (list(x.values()), tuple(x)), lambda k, xs: Strict(*zip(k, xs, strict=True))
 )
 jax.tree_util.register_pytree_node(
-    Sorted, lambda x: ([x[key] for key in sorted(x)], sorted(x)), lambda k, xs: Sorted(*zip(k, xs, strict=True))
+    Sorted, lambda x: ([x[key] for key in sorted(x)], tuple(sorted(x))), lambda k, xs: Sorted(*zip(k, xs, strict=True))
 )
 IMMUTABLE = to_immutable_dict({"b": {"w": 1, "a": 2}, "a": {"c": 3}})
 
