@@ -9,6 +9,7 @@ import pytest
 from cases import CASES
 
 import reparax as rpx
+from reparax.core.initialization import _relative_error
 
 W = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 
@@ -113,9 +114,33 @@ def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
     assert len(warned(Tenth(), {"w": W, "b": W[0]})) == 2
 
 
-@pytest.mark.parametrize("p", [MeantTenth(), Strict(), Strict(error=TypeError), Strict(error=KeyError)], ids=repr)
+@pytest.mark.parametrize(
+    "p", [MeantTenth(), *(Strict(error=error) for error in (ValueError, TypeError, KeyError, AssertionError))], ids=repr
+)
 def test_what_is_meant_and_what_refuses_other_arrays_is_no_mistake(p):
     assert warned(p, {"w": np.abs(W) / np.abs(W).sum()}) == []
+
+
+@pytest.mark.parametrize(
+    ("w", "x", "dtype", "error"),
+    [
+        ([100, 1], [100, 1.5], "float32", 0),  # as rounding in units of the largest entry
+        ([100, 1], [100, 3], "float32", 0.02),
+        ([-100, 1], [-100, -1], "float32", 0.02),
+        ([1, 1], [1, 1.05], "bfloat16", 0),
+        ([1, 1], [1, 1.125], "bfloat16", 0.125),
+        ([1, np.inf], [1, 2], "float32", 0),
+        ([1, np.nan], [1, 2], "float32", 0),
+        ([1, 2], [1, np.nan], "float32", np.inf),
+        ([0, 0], [0, 0], "float32", 0),
+        ([100, 0], [100, 3], "int32", 0.03),
+        ([100, 0], [100, 1], "int32", 0),
+        ([], [], "float32", 0),
+    ],
+)
+def test_the_error_of_a_start_is_the_largest_in_units_of_the_largest_entry(w, x, dtype, error):
+    x, w = (jnp.asarray(np.array(numbers), dtype) for numbers in (x, w))
+    np.testing.assert_allclose(_relative_error(x, w), error, rtol=1e-6)
 
 
 def test_nothing_is_computed_where_no_number_is_known():

@@ -198,6 +198,7 @@ def test_a_plan_says_who_computes_each_array_and_from_which_values():
     assert (norm.kind, values) == ("weight_norm", {"g": (*node, "g"), "v": (*node, "v")})
     assert [plan.producers["tied",][0].kind, plan.producers["tied",][1]] == ["tie", {}]
     assert ("b",) not in plan.producers
+    assert plan_for(p, raw).producers["w",][0].kind == "weight_norm"  # not the noise, which has no values
     assert plan.places == {"w": ("w",), "tied": ("tied",), "b": ("b",)}
     assert [plan.has_values(place) for place in (("w",), ("b",), ("tied",), (*node, "g"))] == [True, True, False, True]
     assert [step.draws for step in plan.steps] == [False, False]
