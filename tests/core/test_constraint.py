@@ -147,7 +147,7 @@ def test_the_tolerance_grows_with_the_longest_axis_and_with_the_largest_entry():
         ((4, 3), np.ones((4, 1), bool), True),
         ((4, 3), np.ones((1, 3), bool), True),
         ((4, 3), np.ones(3, bool), True),
-        ((4, 3), np.array(True), True),
+        ((4, 3), np.ones((), bool), True),
         ((4, 3), np.ones(4, bool), False),
         ((4, 3), np.ones((3, 4), bool), False),
         ((4, 3), np.ones((2, 3), bool), False),

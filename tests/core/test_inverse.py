@@ -80,6 +80,19 @@ class Strict(rpx.Reparametrization):
         return values["x"]
 
 
+class Coded(rpx.Reparametrization):
+    """Multiples of a fixed scale, which fits the largest number that a start has seen."""
+
+    raw_values = {"x": rpx.stage.main(), "scale": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        scale = jnp.max(jnp.abs(w)) / 7
+        return {"x": w / scale, "scale": scale}
+
+    def apply_leaf(self, values):
+        return jnp.clip(jnp.round(values["x"]), -7, 7) * values["scale"]
+
+
 def text(who, formulas, by):
     init, apply = formulas
     return (
@@ -106,6 +119,10 @@ def warned(p, params):
 @pytest.mark.parametrize("p", ALARMS, ids=repr)
 def test_a_start_that_is_no_inverse_is_told_once_for_a_type(p):
     assert warned(p, {"w": W} if p == TwiceTogether() else {"w": W, "z": W + 1}) == [ALARMS[p]]
+
+
+def test_fixed_values_are_those_of_the_start_of_what_is_compared():
+    assert warned(Coded(), {"w": np.linspace(0.1, 1, 10, dtype=np.float32)}) == []
 
 
 def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
