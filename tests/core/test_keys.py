@@ -135,7 +135,17 @@ class Labelled(rpx.VarNoise):
 
 @pytest.mark.parametrize("is_traced", [True, False])
 def test_arrays_that_are_drawn_in_one_loop_have_the_draws_of_each_alone(is_traced, monkeypatch):
-    shapes = {"a": (2,), "b": (3,), "c": (2,), "d": (1, 2), "e": (3,), "f": (2,), "g": (3,)}
+    shapes = {
+        "a": (2,),
+        "b": (3,),
+        "c": (2,),
+        "d": (1, 2),
+        "e": (3,),
+        "f": (2,),
+        "g": (3,),
+        "i": (random.LOOPED + 1,),
+        "j": (random.LOOPED + 2,),
+    }
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} | {"h": np.zeros(2, np.float16)}
     p = Labelled(1.0, where="[b-e]") >> rpx.numbers.Scale(1.0) >> Labelled(1.0)
     step = plan_for(p, jax.eval_shape(p.init, params)).steps[2]
@@ -179,8 +189,8 @@ def test_legacy_keys_are_told_from_other_integers():
     for wrong in (np.zeros(3, np.uint32), np.zeros((2, 3), np.uint32), np.zeros((), np.uint32), np.zeros(2, np.int32)):
         with pytest.raises(TypeError, match="needs a PRNG key"):
             random.check_key(wrong, "p.apply", "")
-    for batch in (np.zeros((1, 2), np.uint32), jax.random.split(KEY, 1)):
-        with pytest.raises(ValueError, match=r"takes one key, but got a batch of keys of shape \(1,\)"):
+    for batch in (np.zeros((3, 2), np.uint32), jax.random.split(KEY, 3)):
+        with pytest.raises(ValueError, match=r"takes one key, but got a batch of keys of shape \(3,\)"):
             random.check_key(batch, "p.apply", "")
 
 
