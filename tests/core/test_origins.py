@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import reparax as rpx
+from reparax.core.initialization import follow_axes
 from reparax.core.origins import follow_origin, keep_origins, probe_origins
 
 
@@ -117,3 +119,24 @@ def test_arrays_that_no_stage_replaced_follow_themselves_and_later_values_what_t
     origins = keep_origins({("a", "w"): jax.ShapeDtypeStruct((2, 3), jnp.float32), ("f",): "relu"})
     assert origins == {("a", "w"): (("a", "w"), (0, 1))}
     assert follow_origin((("w",), (None, 2, 0)), (2, None, 1, 0)) == (("w",), (0, None, 2, None))
+
+
+def test_each_array_follows_by_the_stage_for_it_and_through_what_the_parameters_follow():
+    p = rpx.WeightNorm(axis={"a": 0, "b": 1})
+    tree, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), b=(4, 5), c=(3,))))
+    of_a, of_b = (origins[name, "@weight_norm", "g"] for name in "ab")
+    assert (of_a, of_b) == ((("a",), (0, None)), (("b",), (None, 1)))
+    assert origins["a", "@weight_norm", "v"] == (("a",), (0, 1))
+    assert origins["c",] == (("c",), (0,))
+    assert tree.arrays["b", "@weight_norm", "g"].shape == (1, 5)
+    earlier = {("a",): (("k",), (2, 0)), ("b",): (("l",), (None, 3)), ("c",): (("k",), (1,))}
+    _, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), b=(4, 5), c=(3,))), earlier)
+    found = [origins[place] for place in (("a", "@weight_norm", "g"), ("b", "@weight_norm", "g"), ("c",))]
+    assert found == [(("k",), (2, None)), (("l",), (None, 3)), (("k",), (1,))]
+
+
+def test_axes_are_followed_through_all_stages_from_the_last_one():
+    p = rpx.WeightNorm(axis=0) >> rpx.LowRank(2, columns=-1)
+    _, origins = follow_axes(p._parts, flatten(shapes(w=(4, 5))))
+    u, v = (("w", "@low_rank", name, "@weight_norm", "g") for name in "uv")
+    assert (origins[u], origins[v]) == ((("w",), (0, None)), (("w",), (None, None)))
