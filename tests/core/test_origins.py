@@ -7,6 +7,7 @@ import pytest
 import reparax as rpx
 from reparax.core.initialization import follow_axes
 from reparax.core.origins import follow_origin, keep_origins, probe_origins
+from reparax.core.raw import flatten
 
 
 def shapes(**arrays):
