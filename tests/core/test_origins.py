@@ -123,16 +123,16 @@ def test_arrays_that_no_stage_replaced_follow_themselves_and_later_values_what_t
 
 
 def test_each_array_follows_by_the_stage_for_it_and_through_what_the_parameters_follow():
-    p = rpx.WeightNorm(axis={"a": 0, "b": 1})
-    tree, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), b=(4, 5), c=(3,))))
-    of_a, of_b = (origins[name, "@weight_norm", "g"] for name in "ab")
-    assert (of_a, of_b) == ((("a",), (0, None)), (("b",), (None, 1)))
+    p = rpx.WeightNorm(axis={"a": 0, "v": 1})
+    tree, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), v=(4, 5), c=(3,))))
+    of_a, of_v = (origins[name, "@weight_norm", "g"] for name in "av")
+    assert (of_a, of_v) == ((("a",), (0, None)), (("v",), (None, 1)))
     assert origins["a", "@weight_norm", "v"] == (("a",), (0, 1))
     assert origins["c",] == (("c",), (0,))
-    assert tree.arrays["b", "@weight_norm", "g"].shape == (1, 5)
-    earlier = {("a",): (("k",), (2, 0)), ("b",): (("l",), (None, 3)), ("c",): (("k",), (1,))}
-    _, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), b=(4, 5), c=(3,))), earlier)
-    found = [origins[place] for place in (("a", "@weight_norm", "g"), ("b", "@weight_norm", "g"), ("c",))]
+    assert tree.arrays["v", "@weight_norm", "g"].shape == (1, 5)
+    earlier = {("a",): (("k",), (2, 0)), ("v",): (("l",), (None, 3)), ("c",): (("k",), (1,))}
+    _, origins = follow_axes(p._parts, flatten(shapes(a=(4, 5), v=(4, 5), c=(3,))), earlier)
+    found = [origins[place] for place in (("a", "@weight_norm", "g"), ("v", "@weight_norm", "g"), ("c",))]
     assert found == [(("k",), (2, None)), (("l",), (None, 3)), (("k",), (1,))]
 
 
