@@ -201,7 +201,39 @@ class Wrong(rpx.stage.Joint):
         return {"w": values["w"]["v"][:1]} if self.effective is None else {}
 
 
+class Kept(rpx.stage.Joint):
+    """Each array as it is."""
+
+    raw_values = {"x": rpx.stage.main(aligned=True)}
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"] for name, held in values.items()}
+
+
+class Shortened(Kept):
+    """Each array without its first number."""
+
+    raw_values = {}
+    changes_type = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w[1:]} for name, w in arrays.items()}
+
+
+@pytest.mark.parametrize("arrays", [None, {"w": "w"}])
+def test_a_joint_stage_may_change_shapes_and_has_neither_penalties_nor_updates(arrays):
+    p = Shortened(arrays)
+    raw = p.init(ONE)
+    np.testing.assert_array_equal(p.apply(raw)["w"], [1])
+    assert (p.penalty(raw), p.has_update) == (0, False)
+
+
 ONE = {"w": np.ones(2, np.float32)}
+LEFT = {name: {"@kept": {"x": np.ones(2, np.float32)}} for name in "ab"}
+LOST = {**LEFT, "b": {"@kept": {}}}
 TWO = {"a": ONE, "b": ONE}
 
 
@@ -210,7 +242,7 @@ def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals(), model=model)
 
 
-class Shortened(rpx.stage.Joint):
+class CutShort(rpx.stage.Joint):
     """A stage that gives shorter arrays, and has neither an update nor a penalty."""
 
     changes_type = True
@@ -224,18 +256,18 @@ class Shortened(rpx.stage.Joint):
 
 
 def test_a_stage_that_changes_shapes_is_not_compared_with_its_start_and_by_default_has_no_update_and_no_penalty():
-    p, params = Shortened({"w": "(.*)/kernel"}), {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2)}}
+    p, params = CutShort({"w": "(.*)/kernel"}), {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2)}}
     raw = p.init(params)
     assert jax.tree.map(jnp.shape, p.apply(raw)) == {"one": {"kernel": (2, 2)}, "two": {"kernel": (3, 2)}}
     assert (p.has_update, float(p.penalty(raw))) == (False, 0.0)
-    assert p.update(raw)["one"]["kernel"]["@shortened"]["x"] is raw["one"]["kernel"]["@shortened"]["x"]
+    assert p.update(raw)["one"]["kernel"]["@cut_short"]["x"] is raw["one"]["kernel"]["@cut_short"]["x"]
     assert p.update_leaves({}) == {}
 
 
 def test_a_joint_stage_has_no_axes_but_those_that_are_stacked():
     params = {"q": normal(4, 4), "k": normal(4, 4, seed=1)}
     roles = rpx.roles(lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4))
-    for p in (OneGain(QK), Shortened(where="q"), OneGain(QK, stacked=0)):
+    for p in (OneGain(QK), CutShort(where="q"), OneGain(QK, stacked=0)):
         assert p.with_axes(roles) == p
         assert rpx.axes.check_axes(p, lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4)) == ()
 
@@ -288,7 +320,7 @@ def test_expressions_are_kept_as_pairs(arrays, kept):
 
 
 def test_a_check_of_a_selected_array_may_be_defined():
-    class Even(Shortened):
+    class Even(CutShort):
         def refuse_leaf(self, w):
             return "expected an even number." if w.size % 2 else None
 

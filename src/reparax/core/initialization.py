@@ -146,7 +146,7 @@ def _relative_error(x: Array, w: Array) -> float:
     infinite or NaN entry of ``w``, because no formula can invert it. If only ``x`` has a NaN, the result is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
-    x, w = (widened(y) if is_inexact(y) else y.astype(float) for y in (x, w))
+    x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
     largest = float(jnp.max(jnp.abs(w), initial=0))
     difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf, posinf=jnp.inf))
     return difference / largest if difference > tolerance * largest else 0.0  # A largest entry of NaN gives False.
