@@ -154,6 +154,7 @@ ONE = {"w": np.ones((4, 3), np.float32)}
         pytest.param(rpx.VarNoise(1) >> (rpx.VarNoise(2) >> rpx.VarNoise(2)), rpx.VarNoise(3), id="three noises"),
         pytest.param(rpx.Chain((rpx.VarNoise(2),) * 4), rpx.VarNoise(4), id="four noises"),
         pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), rpx.WeightDropout(0.75), id="dropout"),
+        pytest.param(rpx.Chain((rpx.WeightDropout(1 - 1e-9),) * 2), rpx.WeightDropout(1 - 2**-53), id="nearly all"),
         pytest.param(
             rpx.WeightDropout(0.5, broadcast_dims=(0, -1)) >> rpx.WeightDropout(0.5, broadcast_dims=[0, -1]),
             rpx.WeightDropout(0.75, broadcast_dims=(0, -1)),
