@@ -1,0 +1,105 @@
+"""The dtypes of raw values, as the docstrings have them, and effective arrays in the dtype of the weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from one_array import normal
+
+import reparax as rpx
+
+# Of each stage the raw values in the dtype of the weights, those in float32 or its complex numbers, those in float32,
+# and those in the real dtype of the weights. A stage without complex weights has a ``*``.
+STAGES = [
+    (rpx.adapters.Delta(), "x w", "", "", ""),
+    (rpx.adapters.Hadamard(), "x y", "", "", ""),
+    (rpx.adapters.Gain(axis=-1), "w", "", "g", ""),
+    (rpx.adapters.TrainableSlices((0, 2)), "x w", "", "", ""),
+    (rpx.adapters.Rotated(2), "r w", "", "", ""),
+    (rpx.LoRA(2), "a b w", "", "", ""),
+    (rpx.LoRA(2, 4.0, init_weights="gaussian"), "a b w", "", "", ""),
+    (rpx.LoRA(2, 4.0, init_weights="pissa"), "a b w", "", "", ""),
+    (rpx.LoRA(2, 4.0, init_weights="olora"), "a b w", "", "", ""),
+    (rpx.adapters.VeRA(3), "d b w", "", "", ""),
+    (rpx.WeightNorm(), "v", "", "g", ""),
+    (rpx.WeightNorm(detach=True), "v", "", "g", ""),
+    (rpx.norms.WeightStandardization(), "v", "", "", ""),
+    (rpx.norms.Sphere(), "v", "", "", ""),
+    (rpx.norms.MaxNorm(1.0), "v", "", "", ""),
+    (rpx.norms.PoincareBall(), "v", "", "", "*"),
+    (rpx.SpectralNorm(), "w", "u v", "", ""),
+    (rpx.Orthogonal(), "x", "base", "", ""),
+    (rpx.Orthogonal("householder"), "x", "base", "", "*"),
+    (rpx.matrices.SpecialOrthogonal(), "x", "base", "", "*"),
+    (rpx.matrices.Grassmann("expm"), "x", "base", "", ""),
+    (rpx.LowRank(2), "u v", "", "", ""),
+    (rpx.matrices.Kronecker((2, 1)), "a b", "", "", ""),
+    (rpx.matrices.FixedRank(2), "u v", "base_u base_v", "", "s"),
+    (rpx.matrices.Invertible(), "u v", "base_u base_v", "", "s"),
+    (rpx.matrices.SpecialLinear(), "u v s", "base_u base_v", "", "*"),
+    (rpx.matrices.AlmostOrthogonal(), "u v", "base_u base_v", "", "s"),
+    (rpx.matrices.Symmetric(), "x", "", "", ""),
+    (rpx.matrices.Skew(), "x", "", "", ""),
+    (rpx.matrices.Triangular(unit_diagonal=True), "x", "", "", ""),
+    (rpx.matrices.Diagonal(), "x", "", "", ""),
+    (rpx.matrices.BlockDiagonal(2), "x", "", "", ""),
+    (rpx.matrices.PositiveDefinite(), "x", "", "", "*"),
+    (rpx.matrices.PositiveDefinite("expm"), "x", "", "", "*"),
+    (rpx.matrices.PositiveSemidefinite(2), "x", "", "", ""),
+    (rpx.VarNoise(0.1, relative="max"), "w", "", "", ""),
+    (rpx.VarNoise(0.1, relative="std", axis=0), "w", "", "", ""),
+    (rpx.VarNoise(0.1, relative="norm"), "w", "", "", ""),
+    (rpx.WeightDropout(0.1), "w", "", "", ""),
+    (rpx.Gaussian(), "mean", "", "rho", ""),
+    (rpx.Gaussian(axis=-1, noise="factorized"), "mean", "", "rho", ""),
+    (rpx.noise.VariationalDropout(), "theta mask", "", "log_var", "*"),
+    (rpx.noise.HardConcrete(), "w", "", "log_alpha mask", ""),
+    (rpx.Positive(), "x", "", "", "*"),
+    (rpx.Positive("square"), "x", "", "", "*"),
+    (rpx.numbers.Bounded(0, 1), "x", "", "", "*"),
+    (rpx.numbers.Scale(2.0), "x", "", "", ""),
+    (rpx.numbers.Simplex(along=0), "x", "", "", "*"),
+    (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), "x", "", "", ""),
+    (rpx.Freeze(), "w", "", "", ""),
+    (rpx.Mask(), "w", "", "", "mask"),
+    (rpx.sparse.NByM(1, 2), "w", "", "", "mask"),
+    (rpx.MagnitudePruning(0.5), "w", "", "", "mask"),
+    (rpx.MagnitudePruning(0.5, axis=-1, ord=3), "w", "", "", "mask"),
+    (rpx.sparse.RandomPruning(0.5, axis=0), "w", "", "", "mask"),
+    (rpx.sparse.RigL(0.5), "w", "", "", "mask"),
+    (rpx.sparse.SET(0.5), "w", "", "", "mask"),
+    (rpx.sparse.GlobalMagnitudePruning(0.5), "w", "", "", "mask"),
+    (rpx.FakeQuantized("int4", step="learned"), "w", "", "step", "*"),
+    (rpx.FakeQuantized("ternary"), "w", "", "", "*"),
+    (rpx.FakeQuantized("nvfp4"), "w", "", "", "*"),
+]
+KEY = jax.random.key(0)
+
+
+def dtypes(raw):
+    """The dtype of each raw value by its name."""
+    leaves = jax.tree_util.tree_leaves_with_path(raw)
+    return {jax.tree_util.keystr(path[-1:], simple=True): x.dtype.name for path, x in leaves}
+
+
+@pytest.mark.parametrize(("p", "same", "wide", "single", "real"), STAGES, ids=[repr(row[0]) for row in STAGES])
+def test_raw_values_have_their_dtypes_and_the_weights_keep_theirs(p, same, wide, single, real):
+    def stepped(w):
+        raw = p.init({"w": w}, KEY)
+        return raw, p.update(raw, KEY, {"w": w}), p.apply(raw, KEY), p.fold(raw)
+
+    for dtype, wider, part in (("bfloat16", "float32", "bfloat16"), ("complex64", "complex64", "float32")):
+        if dtype == "complex64" and real == "*":
+            continue
+        groups = {same: dtype, wide: wider, single: "float32", real.replace("*", ""): part}
+        w = jax.ShapeDtypeStruct((4, 2) if type(p) is rpx.matrices.Grassmann else (4, 4), dtype)
+        raw, updated, *effective = jax.eval_shape(stepped, w)
+        assert dtypes(raw) == {name: held for names, held in groups.items() for name in names.split()}
+        assert updated == raw
+        assert effective == [{"w": w}] * 2
+
+
+@pytest.mark.parametrize("p", [row[0] for row in STAGES], ids=repr)
+def test_trained_values_may_have_less_precision_than_the_others(p):
+    chain = rpx.quantized.Cast("bfloat16") >> p
+    w = normal(4, 2) if type(p) is rpx.matrices.Grassmann else normal(4, 4)
+    jax.eval_shape(lambda w: chain.apply(chain.init({"w": w}, KEY), KEY), w)
