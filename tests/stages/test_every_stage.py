@@ -82,7 +82,20 @@ def dtypes(raw):
     return {jax.tree_util.keystr(path[-1:], simple=True): x.dtype.name for path, x in leaves}
 
 
-ARITHMETIC = {"add", "sub", "mul", "div", "exp", "log", "sqrt", "tanh", "dot_general", "reduce_sum", "cumsum", "scatter-add"}
+ARITHMETIC = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "exp",
+    "log",
+    "sqrt",
+    "tanh",
+    "dot_general",
+    "reduce_sum",
+    "cumsum",
+    "scatter-add",
+}
 ROUNDED_ONCE = ("Hadamard", "WeightNorm", "WeightStandardization", "Skew", "Triangular")
 """Stages with one product or sum that is exact or rounded at once, or with numbers that may be any."""
 
@@ -122,3 +135,111 @@ def test_raw_values_have_their_dtypes_and_half_precision_is_computed_in_single(p
 def test_trained_values_may_have_less_precision_than_the_others(p):
     chain = rpx.quantized.Cast("bfloat16") >> p
     jax.eval_shape(lambda w: chain.apply(chain.init({"w": w}, KEY), KEY), normal(*shape(p)))
+
+
+# Of each class the raw values that train, and those of them that weight decay shrinks.
+TRAINED = {
+    "Delta": ("x", "x"),
+    "Hadamard": ("x y", "x y"),
+    "Gain": ("g w", "w"),
+    "TrainableSlices": ("x", "x"),
+    "Rotated": ("r", ""),
+    "LoRA": ("a b", "a b"),
+    "VeRA": ("b d", ""),
+    "WeightNorm": ("g v", "v"),
+    "WeightStandardization": ("v", "v"),
+    "Sphere": ("v", ""),
+    "MaxNorm": ("v", "v"),
+    "PoincareBall": ("v", "v"),
+    "SpectralNorm": ("w", "w"),
+    **dict.fromkeys(["Orthogonal", "SpecialOrthogonal", "Grassmann"], ("x", "")),
+    "LowRank": ("u v", "u v"),
+    "Kronecker": ("a b", "a b"),
+    **dict.fromkeys(["FixedRank", "Invertible", "SpecialLinear", "AlmostOrthogonal"], ("s u v", "")),
+    "BlockDiagonal": ("x", "x"),
+    "PositiveSemidefinite": ("x", "x"),
+    "Gaussian": ("mean rho", "mean"),
+    "VariationalDropout": ("log_var theta", "theta"),
+    "HardConcrete": ("log_alpha w", "w"),
+    **dict.fromkeys(["Positive", "Bounded", "Simplex", "Elementwise"], ("x", "")),
+    "Scale": ("x", "x"),
+    "Freeze": ("", ""),
+    **dict.fromkeys(["Mask", "NByM", "MagnitudePruning", "RandomPruning", "RigL", "SET"], ("w", "w")),
+    "GlobalMagnitudePruning": ("w", "w"),
+}
+
+
+def names(tree):
+    """The names of what a tree holds, but for what is False."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return " ".join(sorted({jax.tree_util.keystr(path[-1:], simple=True) for path, x in leaves if x is not False}))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_these_values_train_and_of_them_these_decay(name):
+    p = next(p for p, *_ in STAGES if type(p).__name__ == name)
+    raw = jax.eval_shape(p.init, {"kernel": jax.ShapeDtypeStruct(shape(p), jnp.float32)}, KEY)
+    assert (names(rpx.partition(raw)[0]), names(rpx.decay_mask(raw))) == TRAINED[name]
+
+
+SELECTED = {
+    "kernel": [
+        rpx.LoRA(2),
+        rpx.adapters.VeRA(2),
+        rpx.WeightNorm(),
+        rpx.norms.WeightStandardization(),
+        rpx.norms.MaxNorm(1.0),
+        rpx.SpectralNorm(),
+        rpx.sparse.NByM(1, 2),
+        rpx.Quantized("int8"),
+    ],
+    "embedding kernel": [
+        rpx.adapters.Delta(),
+        rpx.adapters.Hadamard(),
+        rpx.adapters.Gain(),
+        rpx.adapters.TrainableSlices((0,)),
+        rpx.adapters.Rotated(2),
+        rpx.WeightNorm(axis=-1),
+        rpx.norms.MaxNorm(1.0, axis=0),
+        rpx.norms.WeightStandardization(axis=None),
+        rpx.norms.Sphere(),
+        rpx.norms.PoincareBall(),
+        rpx.SpectralNorm(columns=-1),
+        rpx.SpectralNorm(rows=0),
+        rpx.Orthogonal(),
+        rpx.LowRank(1),
+        rpx.matrices.Symmetric(),
+        rpx.matrices.PositiveDefinite(),
+        rpx.noise.VariationalDropout(),
+        rpx.noise.HardConcrete(),
+        rpx.Mask(),
+        rpx.sparse.NByM(1, 2, along=0),
+        rpx.MagnitudePruning(0.5),
+        rpx.sparse.SET(0.5),
+        rpx.sparse.GlobalMagnitudePruning(0.5),
+        rpx.FakeQuantized("int4", step="learned"),
+    ],
+    "bias embedding kernel": [rpx.numbers.Simplex(along=-1), rpx.Gaussian(noise="factorized", where=".*[^r]")],
+    "bias embedding kernel scalar": [
+        rpx.Gaussian(),
+        rpx.Positive(),
+        rpx.numbers.Bounded(0, 1),
+        rpx.numbers.Scale(2.0),
+        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh),
+        rpx.Freeze(),
+    ],
+}
+
+
+@pytest.mark.parametrize(("selected", "p"), [(row, p) for row, stages in SELECTED.items() for p in stages], ids=repr)
+def test_by_default_a_stage_selects_these_arrays(selected, p):
+    shapes = {"bias": (4,), "embedding": (4, 4), "kernel": (4, 4), "scalar": ()}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    raw = jax.eval_shape(p.init, params, KEY)
+    assert [name for name, node in raw.items() if isinstance(node, dict)] == selected.split()
+
+
+def test_dropout_leaves_vectors_and_tables_of_whole_numbers_alone():
+    params = {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2)), "whole": jnp.zeros((2, 2), int)}
+    program = jax.make_jaxpr(rpx.WeightDropout(0.5).apply)(params, KEY).jaxpr
+    assert [out in program.invars for out in program.outvars] == [True, False, True]
