@@ -7,6 +7,7 @@ from jax.extend.core import jaxprs_in_params
 from one_array import normal
 
 import reparax as rpx
+from reparax.core import roles
 
 # Of each stage the raw values in the dtype of the weights, those in float32 or its complex numbers, those in float32,
 # and those in the real dtype of the weights. A stage without complex weights has a ``*``.
@@ -243,3 +244,27 @@ def test_dropout_leaves_vectors_and_tables_of_whole_numbers_alone():
     params = {"bias": jnp.zeros(2), "kernel": jnp.zeros((2, 2)), "whole": jnp.zeros((2, 2), int)}
     program = jax.make_jaxpr(rpx.WeightDropout(0.5).apply)(params, KEY).jaxpr
     assert [out in program.invars for out in program.outvars] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("p", "ndim", "axes"),
+    [
+        (rpx.WeightNorm(axis=(0, -1)), 3, {"axis": ((0, 2), roles.OUTPUTS)}),
+        (rpx.WeightNorm(axis=None), 3, {}),
+        (rpx.norms.Sphere(along=-2), 3, {"along": ((1,), roles.VECTORS)}),
+        (rpx.norms.PoincareBall(along=1), 2, {"along": ((1,), roles.OUTPUTS)}),
+        (rpx.numbers.Simplex(along=0), 2, {"along": ((0,), roles.VECTORS)}),
+        (rpx.sparse.NByM(1, 2, along=0), 2, {"along": ((0,), roles.CHANNELS)}),
+        (rpx.adapters.TrainableSlices((0,), axis=1), 2, {"axis": ((1,), roles.INPUTS)}),
+        (rpx.SpectralNorm(columns=(2, 1)), 3, {"columns": ((1, 2), roles.OUTPUTS)}),
+        (rpx.SpectralNorm(columns=-1, input_shape=8), 3, {}),
+        (rpx.Quantized("int8", axis=-1), 2, {}),
+        (rpx.Quantized("int8", block_size=(2, 2)), 2, {}),
+        (rpx.Quantized("int8", block_size=4), 2, {"axis": ((1,), roles.UNCUT)}),
+        (rpx.Quantized("mxfp4"), 2, {"axis": ((1,), roles.UNCUT)}),
+        (rpx.Quantized("int8", axis=(3, 0, 1), block_size=4), 4, {"axis": ((0, 1, 3), roles.UNCUT)}),
+    ],
+    ids=repr,
+)
+def test_the_axes_in_use_have_a_meaning_in_a_network(p, ndim, axes):
+    assert p.axes_in_use(jax.ShapeDtypeStruct((4,) * ndim, jnp.float32)) == axes
