@@ -1,5 +1,7 @@
 """Matrices of bounded singular values and of low rank, against numpy in double precision and geotorch's formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,6 +173,66 @@ def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
     raw = init(p, {"w": np.float32(size * np.eye(2))})
     slopes = pulled(p, raw, np.eye(2, dtype=np.float32))
     assert np.abs(np.asarray(slopes["@almost_orthogonal"]["s"])).min() > 1e-4
+
+
+@functools.cache
+def rebased():
+    """Raw values before and after the bases have moved, and the matrices of both, by one program."""
+    stages = {"tall": (rpx.matrices.FixedRank(2), (4, 3)), "wide": (rpx.matrices.AlmostOrthogonal(), (2, 4))}
+
+    @jax.jit
+    def each(ws, steps):
+        found = {}
+        for name, (p, _) in stages.items():
+            node = p.init({"w": ws[name]})["w"][f"@{p.kind}"]
+            before = {"w": {f"@{p.kind}": node | {part: node[part] + steps[name][part] for part in "suv"}}}
+            after = p.update_base(before)
+            values = [raw["w"][f"@{p.kind}"] for raw in (before, after)]
+            found[name] = values, [p.fold(raw)["w"] for raw in (before, after)]
+        return found
+
+    ws = {name: normal(*shape) for name, (_, shape) in stages.items()}
+    sizes = {name: {"u": (shape[0], 2), "v": (shape[1], 2), "s": (2,)} for name, (_, shape) in stages.items()}
+    steps = {name: {part: normal(*size, seed=3) for part, size in row.items()} for name, row in sizes.items()}
+    with jax.enable_x64():
+        return jax.tree.map(np.asarray, each(ws, steps))
+
+
+@pytest.mark.parametrize("name", ["tall", "wide"])
+def test_bases_move_to_the_current_singular_vectors_and_the_matrix_stays(name):
+    (before, after), matrices = rebased()[name]
+    np.testing.assert_allclose(matrices[1], matrices[0], rtol=0, atol=1e-13)
+    np.testing.assert_array_equal(after["s"], before["s"])
+    for side in "uv":
+        want = by_cayley(before["@fixed"][f"base_{side}"], before[side])
+        np.testing.assert_allclose(after["@fixed"][f"base_{side}"], want, rtol=0, atol=1e-13)
+        assert not after[side].any()
+
+
+def test_singular_values_that_half_precision_hides_start_at_twice_their_bound():
+    # Of two by two matrices, bfloat16 tells singular values above 2 * 2^-7 of the largest from zero.
+    started = jax.jit(lambda ws: [p.project(w) for p, w in zip(stages, ws, strict=True)])
+    stages = [rpx.matrices.Invertible(), rpx.matrices.Invertible(eps=0.25), rpx.matrices.Invertible(stacked=0)]
+    hidden, seen = np.diag([1, 2**-7]), np.diag([1, 2**-5])
+    got = started([np.asarray(w, jnp.bfloat16) for w in (hidden, seen, [hidden, seen])])
+    wants = np.diag([1, 2**-5]), np.diag([1, 0.5]), [np.diag([1, 2**-5]), seen]
+    for w, want in zip(got, wants, strict=True):
+        np.testing.assert_allclose(np.asarray(w, float), want, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "distance"),
+    [
+        (rpx.matrices.Invertible(eps=0.5), np.diag([1, 0.4]), 0.6),
+        (rpx.matrices.FixedRank(1), np.diag([1, 0.1]), 0.1),
+        (rpx.matrices.SpecialLinear(), np.diag([1.21, 1]), 0.11 / 1.21),
+        (rpx.matrices.AlmostOrthogonal(0.5), np.diag([1, 1.6]), 0.1 / 1.6),
+    ],
+    ids=repr,
+)
+def test_a_tolerance_takes_in_what_is_near(p, w, distance):
+    nearly = jax.jit(lambda w: [p.contains(w, share * distance) for share in (0.98, 1.02)])
+    assert [bool(x) for x in nearly(w.astype(np.float32))] == [False, True]
 
 
 # ---- membership
