@@ -203,6 +203,30 @@ def test_two_adapters_share_a_factor():
     assert set(p.raw_paths(params).values()) == {"0/q", "0/k", "1/q", "1/k"}  # each has a base of its own
 
 
+def test_each_raw_value_of_a_tied_array_is_that_of_its_source():
+    p = rpx.Tie({"q": "k"}, unequal="overwrite") >> rpx.LowRank(2, where="[kq]")
+    params = {name: normal(4, 3, seed=i) for i, name in enumerate("kq")}
+    raw = p.init(params)
+    assert places(raw) == ["q/@low_rank/u", "q/@low_rank/v"]
+    effective = p.fold(raw)
+    np.testing.assert_array_equal(effective["q"], effective["k"])
+    assert p.raw_paths(params) == {"k": "k", "q": "k"}
+
+
+def test_a_tie_may_be_named_before_that_of_its_source():
+    w = normal(3)
+    p = rpx.Tie({"d": (("b", "c"), jnp.add), "c": "b", "b": ("a", jnp.negative)}, unequal="overwrite")
+    effective = p.apply(p.init(dict.fromkeys("abcd", w)))
+    np.testing.assert_array_equal([effective[name] for name in "abcd"], [w, -w, -w, -2 * w])
+
+
+def test_what_is_equal_may_be_of_any_kind():
+    for x in (np.array([1, 2]), np.array([np.nan, 1.0]), np.array([1 + 1j]), jax.random.key(0), np.array([True])):
+        assert rpx.Tie({"b": "a"}).init({"a": x, "b": x})["b"] == {"@tie": {}}
+    pair = rpx.Tie({"a": ("b", None)})
+    assert pair == rpx.Tie({"a": "b"}) == rpx.Tie((("a", "b", None),)) == rpx.Tie([("a", "b")])
+
+
 # ---- Owners.
 
 
