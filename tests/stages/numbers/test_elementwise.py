@@ -1,6 +1,7 @@
 """Maps of numbers and probabilities against numpy, scipy and optax."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ def test_numbers_between_the_bounds_are_members():
     p = rpx.numbers.Bounded(-1, 3)
     numbers = np.array([[-1.0, 3.0], [0.0, 3.001], [-1.001, 0.0]], np.float32)
     assert [bool(contained(p, w)) for w in numbers] == [True, False, False]
-    assert p.contains(np.array([3.1], np.float32), 0.03)
+    for beyond in (3.1, -1.1):  # by a fortieth of their distance
+        assert [bool(p.contains(np.float32([0, beyond]), share)) for share in (0.024, 0.026)] == [False, True]
     assert jax.jit(lambda key: p.contains(p.sample(key, (100,))))(jax.random.key(0))
 
 
@@ -128,6 +130,27 @@ def test_samples_of_the_simplex_are_uniform(key):
     np.testing.assert_allclose(points.mean(0), 1 / 3, atol=5 * np.sqrt(1 / 18 / 4096))
     np.testing.assert_allclose((points > 0.95).mean(0), 0.05**2, atol=5 * np.sqrt(0.05**2 / 4096))
     np.testing.assert_allclose((points > 0.05).mean(0), 0.95**2, atol=5 * np.sqrt(0.95**2 * (1 - 0.95**2) / 4096))
+
+
+# Of each the axis, the weights, and the point where they start.
+STARTS = {
+    "the first axis": (0, np.float32([[0.25, 2], [0.75, 1]]), [[0.25, 1], [0.75, 0]]),
+    "an axis in the middle": (1, np.float32([[[3, 0.5], [1, 0.5]]]), [[[1, 0.5], [0, 0.5]]]),
+    "one number": (-1, np.float32([[7], [-7]]), [[1], [1]]),
+    "no vector": (-1, np.zeros((0, 3), np.float32), np.zeros((0, 3))),
+    "no number": (-1, np.zeros((3, 0), np.float32), np.zeros((3, 0))),
+}
+
+
+@functools.cache
+def simplices():
+    each = jax.jit(lambda ws: {name: rpx.numbers.Simplex(along=STARTS[name][0]).project(w) for name, w in ws.items()})
+    return jax.tree.map(np.asarray, each({name: w for name, (_, w, _) in STARTS.items()}))
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_simplex_projects_along_any_axis(name):
+    np.testing.assert_allclose(simplices()[name], STARTS[name][2], atol=1e-6)
 
 
 # ---- Scale
@@ -168,6 +191,11 @@ def test_elementwise_is_the_pair_of_functions():
     np.testing.assert_allclose(started(p, x), np.arcsinh(x), rtol=1e-6)
     q, numbers = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), np.array([[0.9], [1.1]], np.float32)
     assert [bool(contained(q, w)) for w in numbers] == [True, False]
+
+
+def test_elementwise_starts_where_its_inverse_is_a_number():
+    p = rpx.numbers.Elementwise(jnp.exp, jnp.log)
+    np.testing.assert_allclose(p.init({"w": np.float32([1, np.e])})["w"]["@elementwise"]["x"], [0, 1], atol=1e-6)
 
 
 # ---- numbers that would never train
