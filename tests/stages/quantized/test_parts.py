@@ -1,0 +1,282 @@
+"""The parts of number formats one by one against numpy: packed codes, blocks, rounding with noise, and scales."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import effective
+from errors import table
+
+import reparax as rpx
+from reparax.stages.quantized import _formats, _quantized
+
+
+def normal(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+# ---- codes
+
+
+@functools.cache
+def packed(axis):
+    codes = {
+        bits: np.random.default_rng(bits).integers(0, 2**bits, (8, 16, 24)).astype(np.uint8) for bits in range(1, 9)
+    }
+
+    @jax.jit
+    def each(codes):
+        words = {bits: _formats.pack(x, bits, axis) for bits, x in codes.items()}
+        return words, {bits: _formats.unpack(x, bits, axis) for bits, x in words.items()}
+
+    return codes, *jax.tree.map(np.asarray, each(codes))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_share_bytes_along_their_axis_and_come_back(bits):
+    for axis in (1, 2):
+        codes, words, back = (group[bits] for group in packed(axis))
+        flat = np.moveaxis(codes, axis, 0)
+        stream = np.unpackbits(flat, axis=0, bitorder="little").reshape(-1, 8, *flat.shape[1:])[:, :bits]
+        want = np.packbits(stream.reshape(-1, *flat.shape[1:]), axis=0, bitorder="little")
+        np.testing.assert_array_equal(np.moveaxis(words, axis, 0), want)
+        np.testing.assert_array_equal(back, codes)
+
+
+def test_a_group_of_codes_is_the_least_number_of_whole_bytes():
+    assert [_formats.group_of_codes(bits) for bits in range(1, 9)] == [
+        *((8, 1), (4, 1), (8, 3), (2, 1), (8, 5), (4, 3), (8, 7), (1, 1)),
+    ]
+
+
+# ---- numbers
+
+NAMES = ("int3", "uint3", "int1", "nf4", "float4_e2m1fn", "float8_e4m3fn", "gguf:q4_0", "gguf:q8_0", "gguf:q4_1")
+NOISE = (None, 0.0, 0.3, 0.7, 0.999)
+
+
+def listed(name):
+    """The numbers of a format, in increasing order."""
+    bits = _formats.FORMATS[name].numbers.bits
+    if name == "float8_e4m3fn":
+        every = np.arange(256).astype(np.uint8).view(jnp.float8_e4m3fn).astype(np.float64)
+        return np.unique(every[np.isfinite(every)])
+    if name == "float4_e2m1fn":
+        sizes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+        return np.array([-x for x in sizes[:0:-1]] + sizes)
+    if name in ("nf4", "int1"):
+        return np.array(_formats.NF4 if name == "nf4" else [-1.0, 1.0])
+    low = 0 if name in ("uint3", "gguf:q4_1") else -(2 ** (bits - 1))
+    return np.arange(low, low + 2**bits).astype(float)
+
+
+def points(name):
+    """Each number, four places between it and the next one, and some beyond the ends."""
+    numbers = listed(name)[:: max(1, len(listed(name)) // 12)]
+    between = [numbers[:-1] + share * np.diff(numbers) for share in (0, 0.25, 0.5, 0.72)]
+    return np.float32([*np.concatenate(between), numbers[-1], 1.5 * numbers[0] - 1, 1.5 * numbers[-1] + 1])
+
+
+@functools.cache
+def rounded():
+    @jax.jit
+    def each(xs):
+        found = {}
+        for name, x in xs.items():
+            numbers = _formats.FORMATS[name].numbers
+            noises = [None if share is None else jnp.full(x.shape, share) for share in NOISE]
+            found[name] = [numbers.decode(numbers.encode(x, noise)).astype(jnp.float32) for noise in noises]
+        return found
+
+    return jax.tree.map(np.asarray, each({name: points(name) for name in NAMES}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_are_rounded_to_the_nearest_or_with_noise_to_either_side(name):
+    numbers, x = np.float32(listed(name)), points(name)
+    inside = np.clip(x, numbers[0], numbers[-1])
+    down = np.clip(np.searchsorted(numbers, inside, side="right") - 1, 0, len(numbers) - 2)
+    share = (inside - numbers[down]) / (numbers[down + 1] - numbers[down])
+    nearest, *noisy = rounded()[name]
+    is_half = np.isclose(share, 0.5, atol=1e-5)
+    np.testing.assert_array_equal(nearest[~is_half], numbers[down + (share > 0.5)][~is_half])
+    is_sum = "int" in name or "gguf" in name or (name.startswith("float4") & (x < 0))  # else it is a comparison
+    is_sum = is_sum & (name != "int1")
+    for noise, got in zip(NOISE[1:], noisy, strict=True):
+        up = np.where(is_sum, share + noise >= 1, share > noise) | (share == 1)
+        sure = (np.abs(share + noise - 1) > 2e-3) & (np.abs(share - noise) > 2e-3) | np.isin(share, (0, 1))
+        np.testing.assert_array_equal(got[sure], numbers[down + up][sure])
+
+
+HALVES = np.float32([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "want"),
+    [
+        ("int3", HALVES, [-2, -2, 0, 0, 2, 2]),
+        ("gguf:q4_0", HALVES, [-2, -1, 0, 1, 2, 3]),
+        ("gguf:q8_0", HALVES, [-3, -2, -1, 1, 2, 3]),
+        ("int1", np.float32([0.0]), [-1]),
+        ("nf4", np.float32([(0.7229568362236023 + 1) / 2]), [0.7229568362236023]),
+        ("float4_e2m1fn", np.float32([0.25, -0.75, 1.25, -5]), [0, -1, 1, -4]),
+    ],
+)
+def test_halves_go_where_the_format_says(name, x, want):
+    numbers = _formats.FORMATS[name].numbers
+    got = jax.jit(lambda x: numbers.decode(numbers.encode(x, None)))(x)
+    np.testing.assert_array_equal(got, np.float32(want))
+
+
+# ---- blocks
+
+X = normal(7, 4, 5)
+
+
+@functools.cache
+def of_blocks():
+    grids = {sizes: _formats.Grid(X.shape, sizes) for sizes in ((3, 4, 2), (1, 3, 5), (7, 1, 1), (2, 1, 4))}
+
+    @jax.jit
+    def each(x):
+        found = {}
+        for sizes, grid in grids.items():
+            least, mean = grid.reduce_blocks(jnp.min, x, jnp.inf), grid.mean(x)
+            spread = jnp.broadcast_to(grid.spread(mean), x.shape)
+            found[sizes] = least, mean, spread, _quantized.is_largest_negative(x, grid)
+        return found
+
+    return jax.tree.map(np.asarray, each(X))
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 2), (1, 3, 5), (7, 1, 1), (2, 1, 4)])
+def test_blocks_that_do_not_fit_are_shorter_at_the_end(sizes):
+    starts = [range(0, n, size) for n, size in zip(X.shape, sizes, strict=True)]
+    shape = tuple(map(len, starts))
+    least, mean, spread, negative = of_blocks()[sizes]
+    assert (least.shape, mean.shape) == (shape, shape)
+    for place in np.ndindex(shape):
+        at = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
+        block = X[at]
+        assert least[place] == block.min()
+        np.testing.assert_allclose(mean[place], block.mean(), rtol=1e-5)
+        np.testing.assert_array_equal(spread[at], mean[place])
+        assert negative[place] == (block.ravel()[np.argmax(np.abs(block))] < 0)
+
+
+# ---- scales
+
+
+def test_a_scale_that_would_be_too_small_is_rounded_away_from_zero():
+    least = 2.0**-24  # of float16
+    scales = np.float32([1.4 * least, -1.4 * least, 1.001 * least, 0.3 * least, 100.03, -100.03, 1e6, 0])
+    want = [2 * least, -2 * least, least, least, 100, -100, 65504, 0]
+    got = jax.jit(lambda x: _quantized._narrow_scale(x, jnp.float16))(scales)
+    np.testing.assert_array_equal(np.asarray(got, float), np.float16(want).astype(float))
+
+
+def shapes(p, *shape):
+    """The shapes of the raw values."""
+    raw = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct(shape, np.float32)})
+    return jax.tree.map(lambda x: x.shape, raw["w"]["@quantized"]["@fixed"])
+
+
+@pytest.mark.parametrize(
+    ("p", "shape", "want"),
+    [
+        (rpx.Quantized("int4"), (3, 4, 6), {"q": (3, 2, 6), "scale": (1, 1, 1)}),
+        (rpx.Quantized("int4", axis="each"), (3, 4), {"q": (3, 2), "scale": (3, 4)}),
+        (rpx.Quantized("int4", axis=0), (3, 4), {"q": (3, 2), "scale": (3, 1)}),
+        (rpx.Quantized("nf4", block_size=4, where="w"), (8,), {"q": (4,), "scale": (2,)}),
+        (rpx.Quantized("int8", block_size=(128, 3)), (4, 8), {"q": (4, 8), "scale": (1, 3)}),
+        (rpx.Quantized("mxfp8", block_size=4), (6, 2), {"q": (6, 2), "scale": (2, 2), "unit": (1, 1)}),
+        (rpx.Quantized("gguf:q6_k", axis=0), (2, 512), {"q": (2, 384), "scale": (2, 32), "unit": (2, 2)}),
+        (rpx.Quantized("nvfp4"), (32, 3), {"q": (16, 3), "scale": (2, 3), "unit": (1, 1)}),
+        (
+            rpx.Quantized("int4", block_size=2, double_quant=True),
+            (8, 3),
+            {"q": (4, 3), "scale": (4, 3), "unit": (1, 3)},
+        ),
+        (rpx.Quantized("uint4", axis=1), (8, 3), {"q": (4, 3), "scale": (1, 3), "zero": (1, 3)}),
+    ],
+    ids=repr,
+)
+def test_codes_and_scales_have_these_shapes(p, shape, want):
+    assert shapes(p, *shape) == want
+
+
+def of_q8_0(w):
+    rows = w.T.reshape(-1, 32)
+    scale = np.max(np.abs(rows), axis=1, keepdims=True) / np.float32(127)
+    units = rows * np.where(scale == 0, 0, 1 / np.where(scale == 0, 1, scale)).astype(np.float32)
+    codes = np.sign(units) * np.floor(np.abs(units) + np.float32(0.5))
+    return (codes * scale.astype(np.float16).astype(np.float32)).reshape(w.T.shape).T
+
+
+def of_q6_k(w):
+    rows = w.T.reshape(w.shape[1], -1, 16, 16)  # units, blocks, and numbers of each column
+    scale = np.max(np.abs(rows), axis=3, keepdims=True) / 31
+    unit = scale.max(axis=2, keepdims=True) / 127
+    scale = np.clip(np.round(scale / unit), 0, 127) * unit
+    return (np.clip(np.round(rows / scale), -32, 31) * scale).reshape(w.T.shape).T
+
+
+def of_q4_k(w):
+    rows = w.T.reshape(w.shape[1], -1, 8, 32)
+    low, high = np.minimum(rows.min(3, keepdims=True), 0), np.maximum(rows.max(3, keepdims=True), 0)
+    scale, offset = (
+        np.clip(np.round(x / x.max(2, keepdims=True) * 63), 0, 63) * x.max(2, keepdims=True) / 63
+        for x in ((high - low) / 15, -low)
+    )
+    return (np.clip(np.round((rows + offset) / scale), 0, 15) * scale - offset).reshape(w.T.shape).T
+
+
+def of_ternary(w):
+    """The first column holds three numbers, so its scale is their size."""
+    scale = np.where(np.arange(w.shape[1]) == 0, np.max(np.abs(w), axis=0), np.mean(np.abs(w), axis=0))
+    return np.clip(np.round(w / scale), -1, 1) * scale
+
+
+TALL = normal(512, 3) * np.exp(np.linspace(0, 2, 512, dtype=np.float32))[:, None]
+SIGNS = np.where(np.arange(3) == 0, np.float32(0.3) * np.sign(np.round(TALL)), TALL)
+ROUNDED = {
+    "q8_0": (rpx.FakeQuantized("gguf:q8_0"), TALL, of_q8_0),
+    "q6_k": (rpx.FakeQuantized("gguf:q6_k"), TALL, of_q6_k),
+    "q4_k": (rpx.FakeQuantized("gguf:q4_k"), TALL, of_q4_k),
+    "ternary columns": (rpx.FakeQuantized("ternary", axis=-1), SIGNS, of_ternary),
+}
+
+
+@functools.cache
+def all_rounded():
+    each = jax.jit(lambda ws: {name: row[0].apply({"w": ws[name]})["w"] for name, row in ROUNDED.items()})
+    return jax.tree.map(np.asarray, each({name: w for name, (_, w, _) in ROUNDED.items()}))
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_numbers_are_rounded_as_their_format_says(name):
+    _, w, formula = ROUNDED[name]
+    off = np.abs(all_rounded()[name] - formula(w))
+    # A number half way between two may go to either, by the last bit of a quotient.
+    assert np.sum(off > 1e-5 * np.abs(w) + 1e-6) <= 2
+
+
+def test_numbers_with_a_zero_may_have_a_range_of_their_own():
+    p = rpx.FakeQuantized("uint8", calibration_method="fixed", calibration_scale=2.0)
+    got = np.asarray(effective(p, {"w": TALL})["w"])
+    assert np.max(np.abs(got - np.clip(TALL, -2, 2))) <= 1.01 * 4 / 255
+    assert 200 < len(np.unique(got)) <= 256
+
+
+def test_a_key_that_is_not_asked_for_changes_nothing():
+    p, w = rpx.Quantized("int4", axis=-1), normal(8, 4)
+    with_key, without = jax.jit(lambda w: (p.init({"w": w}, jax.random.key(0)), p.init({"w": w})))(w)
+    jax.tree.map(np.testing.assert_array_equal, with_key, without)
+    np.testing.assert_array_equal(effective(p, with_key)["w"], effective(p, without)["w"])
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
