@@ -268,3 +268,58 @@ def test_dropout_leaves_vectors_and_tables_of_whole_numbers_alone():
 )
 def test_the_axes_in_use_have_a_meaning_in_a_network(p, ndim, axes):
     assert p.axes_in_use(jax.ShapeDtypeStruct((4,) * ndim, jnp.float32)) == axes
+
+
+BY_STACKS = [
+    rpx.adapters.Gain(),
+    rpx.LoRA(2),
+    rpx.WeightNorm(),
+    rpx.norms.Sphere(along=None),
+    rpx.SpectralNorm(),
+    rpx.Orthogonal(),
+    rpx.LowRank(2),
+    rpx.matrices.Symmetric(),
+    rpx.VarNoise(0.1, relative="max"),
+    rpx.MagnitudePruning(0.5),
+    rpx.sparse.RigL(0.5),
+    rpx.sparse.NByM(1, 2),
+    rpx.Quantized("int8"),
+    rpx.FakeQuantized("ternary"),
+]
+BY_NUMBERS = [
+    rpx.adapters.Delta(),
+    rpx.adapters.Hadamard(),
+    rpx.VarNoise(0.1),
+    rpx.WeightDropout(0.5),
+    rpx.Gaussian(),
+    rpx.noise.VariationalDropout(),
+    rpx.noise.HardConcrete(),
+    rpx.Positive(),
+    rpx.numbers.Scale(2.0),
+    rpx.Freeze(),
+    rpx.Mask(),
+    rpx.quantized.Cast("bfloat16"),
+]
+
+
+@pytest.mark.parametrize("p", [*BY_STACKS, *BY_NUMBERS], ids=repr)
+def test_a_stage_on_single_numbers_needs_no_stacked_axes_of_the_network(p):
+    assert p.takes_stacked_from_role is (p in BY_STACKS)
+
+
+@pytest.mark.parametrize(
+    ("p", "elementwise"),
+    [
+        (rpx.VarNoise(0.1, relative="std"), False),
+        (rpx.WeightDropout(0.1, broadcast_dims=0), False),
+        (rpx.Gaussian(axis=0), False),
+        (rpx.noise.HardConcrete(axis=0), False),
+        (rpx.VarNoise(0.1), True),
+        (rpx.WeightDropout(0.1), True),
+        (rpx.Gaussian(), True),
+        (rpx.noise.HardConcrete(), True),
+    ],
+    ids=repr,
+)
+def test_a_stage_with_axes_acts_on_more_than_single_numbers(p, elementwise):
+    assert p.elementwise is elementwise

@@ -505,6 +505,7 @@ CONVERTED = {
     "the same factor of another alpha": (rpx.LoRA(6, 6.0), rpx.LoRA(3, 3.0), A @ B, ("a", "b")),
     "the same factor without alpha": (rpx.LoRA(4, 4.0), rpx.LoRA(3), A @ B, ("a", "b")),
     "the root of the rank": (rpx.LoRA(4, 6.0, use_rslora=True), rpx.LoRA(3, 4.5), A @ B * (1.5 / 3), ("a",)),
+    "the same alpha of another rank": (rpx.LoRA(6, 6.0), rpx.LoRA(3, 6.0), 2 * A @ B, ("a",)),
     "no factor": (rpx.LoRA(3, 0.0), rpx.LoRA(3, 6.0), 2 * A @ B, ("a",)),
 }
 

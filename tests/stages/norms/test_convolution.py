@@ -66,6 +66,9 @@ CASES = {
 }
 
 
+EVEN = normal(2, 4, 2, 4)
+
+
 @functools.cache
 def of_one_image():
     """What each convolution makes of an image, and its adjoint of one that comes out, by one program."""
@@ -81,6 +84,7 @@ def of_one_image():
             kernel, image = jnp.asarray(kernel), jnp.asarray(image)
             out = p._convolution(kernel, image)
             found[name] = out, p._convolution.adjoint(kernel, out)
+        found["even"] = stages["circular"]._convolution(jnp.asarray(EVEN), jnp.asarray(normal(6, 7, 2, seed=1)))
         return found
 
     return jax.tree.map(np.asarray, each())
@@ -96,6 +100,12 @@ def test_a_convolution_and_its_adjoint_are_the_products_with_the_dense_matrix(na
     out, back = of_one_image()[name]
     np.testing.assert_allclose(out.ravel(), matrix @ image.ravel(), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(back.ravel(), matrix.conj().T @ out.ravel(), rtol=1e-4, atol=1e-3)
+
+
+def test_a_circular_convolution_of_an_even_size_has_the_longer_half_behind():
+    matrix = dense(EVEN, (6, 7), (1, 1), ((0, 1), (1, 2)), "wrap")
+    want = matrix @ normal(6, 7, 2, seed=1).ravel()
+    np.testing.assert_allclose(of_one_image()["even"].ravel(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
