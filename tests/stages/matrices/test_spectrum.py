@@ -251,6 +251,8 @@ def test_a_tolerance_takes_in_what_is_near(p, w, distance):
         pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
         pytest.param(rpx.matrices.Invertible(), np.ones((2, 2)), False, id="singular"),
         pytest.param(rpx.matrices.Invertible(eps=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
+        pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 5e-7]), False, id="below the bound within rounding"),
+        pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 2e-6]), True, id="above the bound within rounding"),
         pytest.param(rpx.matrices.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
         pytest.param(rpx.matrices.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
         pytest.param(rpx.matrices.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),
