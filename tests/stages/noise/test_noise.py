@@ -129,10 +129,10 @@ def test_sharing_all_axes_is_one_draw_for_the_whole_array():
 
 
 def test_shared_axes_do_not_count_those_that_stack(key):
-    p = rpx.WeightDropout(0.5, broadcast_dims=0, stacked=1)
-    mask = applied(p, np.ones((4, 3, 200), np.float32), key) != 0
-    np.testing.assert_array_equal(mask, np.broadcast_to(mask[:1], mask.shape))
-    assert not np.array_equal(mask[0, 0], mask[0, 1])
+    p = rpx.WeightDropout(0.5, broadcast_dims=0, stacked=0)
+    mask = applied(p, np.ones((3, 4, 200), np.float32), key) != 0
+    np.testing.assert_array_equal(mask, np.broadcast_to(mask[:, :1], mask.shape))
+    assert not np.array_equal(mask[0, 0], mask[1, 0])
     assert 0.3 < mask.mean() < 0.7
 
 
@@ -188,8 +188,8 @@ ONE = {"w": np.ones((4, 3), np.float32)}
             id="axes",
         ),
         pytest.param(
-            rpx.Chain((rpx.WeightDropout(0.5, broadcast_dims=0, stacked=1, where="w"),) * 2),
-            rpx.WeightDropout(0.75, broadcast_dims=0, stacked=1, where="w"),
+            rpx.Chain((rpx.WeightDropout(0.5, broadcast_dims=0, stacked=0, where="w"),) * 2),
+            rpx.WeightDropout(0.75, broadcast_dims=0, stacked=0, where="w"),
             id="axes of stacked arrays",
         ),
     ],

@@ -223,6 +223,7 @@ def test_random_pruning_takes_a_given_number_at_random(key):
 COLUMNS = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
 HOLES = np.float32([[0, 5, 0, -1], [2, 0, 3, 0]])
 LONG, LARGE = np.float32([[3, 4, 0.1], [3, 0.1, 0.1], [3, 0.1, 4.1]]), np.float32([[3, 0, 0], [2.9, 2, 2], [0, 2.9, 2]])
+EVEN = np.float32([[3, 0, 0], [2.9, 2.9, 2.9], [1, 1, 1]])
 # Of each stage the weights, and those that it starts with or, with ``project``, those of the nearest point.
 KEPT = {
     "at random, a column": (rpx.sparse.RandomPruning(count=1, axis=-1), "fold", COLUMNS, COLUMNS),
@@ -230,6 +231,7 @@ KEPT = {
     "of holes, a half": (rpx.sparse.RandomPruning(count=6), "project", HOLES, [[0, 5, 0, 0], [0, 0, 3, 0]]),
     "nearest columns": (rpx.sparse.RandomPruning(count=1, axis=0), "project", LARGE, LARGE * [[0], [1], [1]]),
     "largest magnitude": (rpx.MagnitudePruning(count=2, axis=0, ord=np.inf), "fold", LARGE, LARGE * [[1], [0], [0]]),
+    "of order eight": (rpx.MagnitudePruning(count=2, axis=0, ord=8), "fold", EVEN, EVEN * [[0], [1], [0]]),
     "largest norm": (rpx.MagnitudePruning(count=2, axis=0), "fold", LARGE, LARGE * [[0], [1], [0]]),
     "two axes": (rpx.MagnitudePruning(count=7, axis=(0, 1)), "fold", LONG, LONG * (LONG > 3)),
     "grown": (rpx.sparse.RigL(count=4), "fold", HOLES, HOLES),
