@@ -259,7 +259,7 @@ CUBE, COMPLEX = normal(3, 4, 5), rotated(4, 3)
 CONSTANT = np.where(np.arange(5) == 1, np.float32(2), CUBE)  # of which the second channel is
 RAMP = np.where(np.arange(5) == 1, np.linspace(-1, 1, 12).reshape(3, 4, 1), CUBE)
 ZEROS = np.float32([[3, 4], [0, 0]])
-SMALL = np.float32(0.1) * CUBE
+SMALL, LARGE = np.float32(0.1) * CUBE, np.float32(1e37) * (3 + CUBE)  # whose sum overflows
 # Of each stage the array that it starts from, the raw value of it, and the effective array.
 STARTS = {
     "sphere beside zeros": (
@@ -281,9 +281,15 @@ STARTS = {
     "standard rows": (rpx.norms.WeightStandardization(axis=0), CUBE, CUBE, standardized(CUBE, (1, 2))),
     "standard, whole": (rpx.norms.WeightStandardization(axis=None), COMPLEX, COMPLEX, standardized(COMPLEX, (0, 1))),
     "standard, large": (
+        rpx.norms.WeightStandardization(axis=None),
+        LARGE,
+        LARGE,
+        standardized(LARGE.astype(float), (0, 1, 2)),
+    ),
+    "standard, two axes": (
         rpx.norms.WeightStandardization(axis=(0, 2)),
-        np.float32(1e38) * CUBE,
-        np.float32(1e38) * CUBE,
+        CUBE,
+        CUBE,
         standardized(CUBE.astype(float), 1),
     ),
     "standard, none": (rpx.norms.WeightStandardization(axis=-1), *[np.zeros((2, 0), np.float32)] * 3),
