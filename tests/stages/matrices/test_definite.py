@@ -123,6 +123,12 @@ def test_an_indefinite_matrix_starts_at_its_positive_part(map):
     assert np.linalg.eigvalsh(got).min() > 0
 
 
+@pytest.mark.parametrize("map", ["cholesky", "expm"])
+def test_a_negative_matrix_starts_just_above_zero(map):
+    got = nearest(rpx.matrices.PositiveDefinite(map), -np.eye(3))
+    np.testing.assert_allclose(got, 6 * np.finfo(float).eps * np.eye(3), rtol=1e-6)
+
+
 def test_the_nearest_semidefinite_matrix_is_that_of_higham():
     w = normal(4, 4)
     values, vectors = np.linalg.eigh((w + w.T) / 2)
@@ -175,6 +181,12 @@ def test_the_exponential_of_large_eigenvalues_is_exact_in_single_precision():
     got = read(rpx.matrices.PositiveDefinite("expm"), {"w": {"@positive_definite": {"x": x}}})
     want = scipy.linalg.expm(symmetric(x.astype(float)))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_a_positive_eigenvalue_within_the_rounding_of_a_negative_one_counts_as_none():
+    flat = jax.jit(lambda ws: [rpx.matrices.PositiveSemidefinite().flat_leaf(w) for w in ws])
+    ws = [np.diag(np.float32([-1, x])) for x in (1e-8, 1e-6)] + [np.diag(np.float32([0, 0]))]
+    assert [np.asarray(x).tolist() for x in flat(ws)] == [[[True]], [[False]], [[True]]]
 
 
 # ---- membership

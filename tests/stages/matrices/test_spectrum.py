@@ -143,6 +143,18 @@ def test_special_linear_fills_in_singular_values_that_rounding_hides():
         assert contained(p, got)
 
 
+def test_special_linear_replaces_zeros_by_what_still_counts_as_zero():
+    # Of two by two matrices, float32 tells singular values above 2^-22 of the largest from zero.
+    got = projected(rpx.matrices.SpecialLinear(), np.diag(np.float32([1e-3, 0])))
+    np.testing.assert_allclose(got, np.diag([2.0**11, 2.0**-11]), rtol=1e-5)
+
+
+def test_the_projection_to_determinant_one_has_a_gradient():
+    w = np.diag(np.float32([8, 2]))  # of which the first entry is sqrt(8 / 2)
+    slope = jax.jit(jax.grad(lambda w: rpx.matrices.SpecialLinear().project(w)[0, 0]))(w)
+    np.testing.assert_allclose(slope, np.diag([0.125, -0.5]), atol=1e-6)
+
+
 def test_the_rounding_of_a_matrix_grows_with_its_condition():
     # Rounded to float32, these have determinants that differ from 1 by up to a thousandth.
     p, rng = rpx.matrices.SpecialLinear(), np.random.default_rng(0)

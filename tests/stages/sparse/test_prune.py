@@ -257,6 +257,17 @@ def test_a_stage_keeps_the_largest_and_drops_zeros_first(name):
     np.testing.assert_array_equal(all_kept()[name], np.float32(KEPT[name][3]))
 
 
+def test_all_weights_and_slices_may_be_pruned():
+    params = {name: jax.ShapeDtypeStruct((2, 3), np.float32) for name in "ab"}
+    for p in (
+        rpx.MagnitudePruning(count=6),
+        rpx.MagnitudePruning(count=3, axis=1),
+        rpx.sparse.SET(count=6),
+        rpx.sparse.GlobalMagnitudePruning(count=12),
+    ):
+        jax.eval_shape(p.init, params, KEY)
+
+
 def test_prunings_of_different_slices_or_counts_may_follow_each_other():
     w = jax.ShapeDtypeStruct((4, 4), np.float32)
     for p in (
