@@ -63,6 +63,12 @@ def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
     assert near == [True, True]
 
 
+def test_a_tolerance_of_positive_numbers_is_a_share_of_the_largest():
+    p = rpx.Positive()
+    nearly = jax.jit(lambda w: p.contains(w, 0.01))
+    assert [bool(nearly(np.float32([10, 5, least]))) for least in (-0.09, -0.11)] == [True, False]
+
+
 # ---- Bounded
 
 
@@ -209,6 +215,7 @@ def test_elementwise_starts_where_its_inverse_is_a_number():
         (rpx.Positive("square"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
         (rpx.numbers.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
         (rpx.numbers.Simplex(), [0.0, -3.0, 0.1, 0.1, 0.2, 0.2, 0.4], 2),
+        (rpx.numbers.Simplex(), [-3.0, -0.1, -0.2], 1),
         (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, -0.9, 0.1, 0.9, 0.99], 2),
         (rpx.numbers.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 0.1, 0.2, 0.5, 1.0, 2.0], 1),
     ],
@@ -229,6 +236,16 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     # Those that are refused come first, and are flat to within rounding; no other is.
     assert np.all(slopes[:flat] < 1e-7)
     assert np.all(slopes[flat:] > 1e-7)
+
+
+def of_soft_sign(w):
+    return w / (1 - jnp.abs(w))
+
+
+def test_init_refuses_numbers_that_an_inverse_takes_to_infinity():
+    p = rpx.numbers.Elementwise(jax.nn.soft_sign, of_soft_sign)  # whose derivative there is no number
+    with pytest.raises(ValueError, match="but 1 of 2 are outside it or on its boundary"):
+        p.init({"w": np.float32([1.0, 0.5])})
 
 
 def straight_through(x):

@@ -258,7 +258,7 @@ def test_a_stage_keeps_the_largest_and_drops_zeros_first(name):
 
 
 def test_all_weights_and_slices_may_be_pruned():
-    params = {name: jax.ShapeDtypeStruct((2, 3), np.float32) for name in "ab"}
+    params = {name: jax.ShapeDtypeStruct((2, 3), np.float32) for name in "ac"}
     for p in (
         rpx.MagnitudePruning(count=6),
         rpx.MagnitudePruning(count=3, axis=1),
@@ -278,6 +278,7 @@ def test_prunings_of_different_slices_or_counts_may_follow_each_other():
         rpx.MagnitudePruning(0.5) >> rpx.Mask(),
         rpx.MagnitudePruning(0.5, axis=-1) >> rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.25, axis=-1),
         rpx.MagnitudePruning(0.5, where="w") >> rpx.MagnitudePruning(0.5, where="v"),
+        rpx.MagnitudePruning(0.5, where="w") >> rpx.Mask(where="w") >> rpx.MagnitudePruning(0.5, where="v"),
     ):
         jax.eval_shape(p.init, {"w": w, "v": w})
 
