@@ -543,6 +543,21 @@ def test_a_smaller_rank_splits_singular_values_evenly():
     np.testing.assert_allclose([np.linalg.norm(held["a"]), np.linalg.norm(held["b"])], [root, root], rtol=1e-5)
 
 
+def test_what_another_lora_takes_over_is_trained_already():
+    old = rpx.LoRA(2)
+    news = [rpx.LoRA(3), rpx.LoRA(2, 4.0), rpx.LoRA(2, 2.0, use_rslora=True), rpx.LoRA(2, init_weights="gaussian")]
+
+    @jax.jit
+    def each(w):
+        raw = old.init({"w": w}, jax.random.key(1))
+        taken = [rpx.transfer(old, new, raw)["w"]["@lora"]["a"] for new in news]
+        return raw["w"]["@lora"]["a"], taken
+
+    before, after = each(W)
+    for a in after:
+        np.testing.assert_array_equal(a[:, :2], before)
+
+
 def test_a_traced_factor_is_never_known_to_be_the_same():
     def grown(alpha):
         return rpx.LoRA(4, alpha)._grown_values(rpx.LoRA(4, alpha)), rpx.LoRA(4)._grown_values(rpx.LoRA(4, alpha))

@@ -271,6 +271,10 @@ def test_numbers_with_a_zero_may_have_a_range_of_their_own():
     assert 200 < len(np.unique(got)) <= 256
 
 
+def test_sizes_of_blocks_may_be_a_list():
+    assert rpx.Quantized("int8", block_size=[2, np.int64(3)]) == rpx.Quantized("int8", block_size=(2, 3))
+
+
 def test_a_key_that_is_not_asked_for_changes_nothing():
     w = normal(8, 4)
     p, rounded = rpx.Quantized("int4", axis=-1), rpx.FakeQuantized("int4", axis=-1)
