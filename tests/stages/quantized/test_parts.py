@@ -200,6 +200,7 @@ def shapes(p, *shape):
             (8, 3),
             {"q": (4, 3), "scale": (4, 3), "unit": (1, 3)},
         ),
+        (rpx.Quantized("int8", block_size=4), (0, 3), {"q": (0, 3), "scale": (0, 3)}),
         (rpx.Quantized("uint4", axis=1), (8, 3), {"q": (4, 3), "scale": (1, 3), "zero": (1, 3)}),
     ],
     ids=repr,
