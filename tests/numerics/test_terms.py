@@ -30,6 +30,7 @@ TERMS = {
     "circulant matrices": (("a(i-j)->aij", A), np.stack([np.stack([np.roll(a, i) for i in range(2)], 1) for a in A])),
     "a number": ((",ij->ij", 2.0, A), 2 * A),
     "a sum": (("ij->i", A), A.sum(1)),
+    "integers alone": (("ij->ij", Q), Q),
 }
 
 
@@ -39,6 +40,11 @@ def test_the_array_of_a_term(name):
     with jax.numpy_dtype_promotion("standard"):
         array = jax.jit(lambda *arrays: rpx.stage.Term(spec, *arrays).array())(*arrays)
     np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_term_has_the_dtype_of_its_floating_arrays():
+    half = jnp.asarray(np.ones(4), jnp.bfloat16)
+    assert jax.eval_shape(lambda: rpx.stage.Term("ij,j->ij", Q, half).array()).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", TERMS)

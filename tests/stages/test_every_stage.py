@@ -138,51 +138,6 @@ def test_trained_values_may_have_less_precision_than_the_others(p):
     jax.eval_shape(lambda w: chain.apply(chain.init({"w": w}, KEY), KEY), normal(*shape(p)))
 
 
-# Of each class the raw values that train, and those of them that weight decay shrinks.
-TRAINED = {
-    "Delta": ("x", "x"),
-    "Hadamard": ("x y", "x y"),
-    "Gain": ("g w", "w"),
-    "TrainableSlices": ("x", "x"),
-    "Rotated": ("r", ""),
-    "LoRA": ("a b", "a b"),
-    "VeRA": ("b d", ""),
-    "WeightNorm": ("g v", "v"),
-    "WeightStandardization": ("v", "v"),
-    "Sphere": ("v", ""),
-    "MaxNorm": ("v", "v"),
-    "PoincareBall": ("v", "v"),
-    "SpectralNorm": ("w", "w"),
-    **dict.fromkeys(["Orthogonal", "SpecialOrthogonal", "Grassmann"], ("x", "")),
-    "LowRank": ("u v", "u v"),
-    "Kronecker": ("a b", "a b"),
-    **dict.fromkeys(["FixedRank", "Invertible", "SpecialLinear", "AlmostOrthogonal"], ("s u v", "")),
-    "BlockDiagonal": ("x", "x"),
-    "PositiveSemidefinite": ("x", "x"),
-    "Gaussian": ("mean rho", "mean"),
-    "VariationalDropout": ("log_var theta", "theta"),
-    "HardConcrete": ("log_alpha w", "w"),
-    **dict.fromkeys(["Positive", "Bounded", "Simplex", "Elementwise"], ("x", "")),
-    "Scale": ("x", "x"),
-    "Freeze": ("", ""),
-    **dict.fromkeys(["Mask", "NByM", "MagnitudePruning", "RandomPruning", "RigL", "SET"], ("w", "w")),
-    "GlobalMagnitudePruning": ("w", "w"),
-}
-
-
-def names(tree):
-    """The names of what a tree holds, but for what is False."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return " ".join(sorted({jax.tree_util.keystr(path[-1:], simple=True) for path, x in leaves if x is not False}))
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_these_values_train_and_of_them_these_decay(name):
-    p = next(p for p, *_ in STAGES if type(p).__name__ == name)
-    raw = jax.eval_shape(p.init, {"kernel": jax.ShapeDtypeStruct(shape(p), jnp.float32)}, KEY)
-    assert (names(rpx.partition(raw)[0]), names(rpx.decay_mask(raw))) == TRAINED[name]
-
-
 SELECTED = {
     "kernel": [
         rpx.LoRA(2),
