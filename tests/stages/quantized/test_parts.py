@@ -222,6 +222,20 @@ def test_columns_of_three_numbers_stay_beside_others():
     np.testing.assert_allclose(got, of_ternary(w), rtol=1e-5)
 
 
+def test_scales_of_gguf_are_divided_once_clipped_and_read_where_numbers_are_rounded_at_random():
+    # A 127th of the largest number is 1.000488. It is 1.001 in float16, and 1.0 by way of the rounded inverse.
+    w = np.full((32, 100), 100.0488, np.float32)
+    w[0], huge = np.float32(127.06201934814453), np.full((32, 1), 1e30, np.float32)
+    plain, random = (rpx.Quantized("gguf:q8_0", rounding=rounding) for rounding in ("nearest", "stochastic"))
+    pairs = ((plain, w), (random, w), (plain, huge))
+    found = jax.jit(lambda ws: [p.init({"w": x}, jax.random.key(0)) for (p, _), x in zip(pairs, ws, strict=True)])
+    near, drawn, clipped = (raw["w"]["@quantized"]["@fixed"] for raw in found([x for _, x in pairs]))
+    np.testing.assert_array_equal(near["scale"], np.full((1, 100), np.float16(1.001)))
+    assert np.unique(near["q"][1:]).tolist() == [100]
+    assert np.unique(drawn["q"][1:]).tolist() == [99, 100]  # as 100.0488 is 99.95 times the stored scale
+    np.testing.assert_array_equal(clipped["scale"], [[65504]])
+
+
 def test_sizes_of_blocks_may_be_a_list():
     assert rpx.Quantized("int8", block_size=[2, np.int64(3)]) == rpx.Quantized("int8", block_size=(2, 3))
 
