@@ -236,6 +236,19 @@ def test_scales_of_gguf_are_divided_once_clipped_and_read_where_numbers_are_roun
     np.testing.assert_array_equal(clipped["scale"], [[65504]])
 
 
+def test_a_block_of_zeros_has_no_infinite_inverse():
+    p, w = rpx.Quantized("gguf:q4_0"), np.zeros((32, 1), np.float32)
+    entries = jax.jit(lambda w: p._early_entries(w, p._blocks(w)))(w)
+    np.testing.assert_array_equal(np.broadcast_to(entries["inverse"], w.shape), w)
+
+
+def test_only_scales_that_float16_cannot_hold_are_refused():
+    large, endless = np.full((32, 2), 1e10, np.float32), np.full((32, 2), np.inf, np.float32)
+    names = ("int8", "nvfp4", "gguf:q6_k", "gguf:q8_0", "gguf:q4_1")
+    found = {name: [rpx.Quantized(name)._scale_range_error(w) is None for w in (large, endless)] for name in names}
+    assert found == dict.fromkeys(names[:3], [True, True]) | dict.fromkeys(names[3:], [False, True])
+
+
 def test_sizes_of_blocks_may_be_a_list():
     assert rpx.Quantized("int8", block_size=[2, np.int64(3)]) == rpx.Quantized("int8", block_size=(2, 3))
 
