@@ -24,7 +24,7 @@ from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import plan_for
 from reparax.io._files import read_tensors
-from reparax.io._layouts import HEADS, LAYOUTS, to_layout, torch_shape
+from reparax.io._layouts import EXPERTS, HEADS, LAYOUTS, to_layout, torch_shape
 from reparax.io._parameters import (
     ORTHOGONAL_MAPS,
     Entry,
@@ -369,7 +369,8 @@ def _suggest_fit(plan: TorchPlan, name: str, shape: tuple[int, ...]) -> str:
         fits, expected = list[str](), entry.shape
     if expected is not None and not entry.by_class:
         others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
-        others = others if len(entry.shape) == 3 else [layout for layout in others if layout not in HEADS]
+        if len(entry.shape) != 3:
+            others = [layout for layout in others if layout not in HEADS and not layout.startswith(EXPERTS)]
         layouts = [layout for layout in others if torch_shape(expected, layout) == shape]
         fits += [f"layouts={{{entry.path!r}: {layout!r}}}" for layout in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
