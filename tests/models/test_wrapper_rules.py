@@ -385,8 +385,12 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("p", [rpx.WeightNorm(), rpx.Freeze(), rpx.Freeze(where="kernel"), rpx.LoRA(1)], ids=repr)
-def test_a_part_that_is_called_twice_starts_once(p: Any) -> None:
+def test_a_part_that_is_called_twice_starts_once(p: Any, monkeypatch: Any) -> None:
+    started: list[Any] = []
+    start = base.Functions.start
+    monkeypatch.setattr(base.Functions, "start", lambda *args, **how: started.append(None) or start(*args, **how))
     variables = jax.eval_shape(Twice(p).init, jax.random.key(0), X)
+    assert len(started) == 1
     kinds = {(kind, name) for kind, parts in variables.items() for name in parts}
     assert kinds <= {("params", "part"), ("fixed", "part")}
     raw = jax.eval_shape(p.init, {"kernel": W[:, :1] @ np.ones((1, 3), np.float32), "bias": W[:, 0]}, jax.random.key(0))

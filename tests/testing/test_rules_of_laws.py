@@ -26,6 +26,7 @@ W = np.float32([[1, -2], [3, 4]])
 PARAMS = {"a": W, "b": np.float32([5, 6])}
 KEY = np.uint32([0, 7])
 COUNT = itertools.count()
+real_slope, real_deviations = evidence.slope, evidence.deviations
 LIMIT = float(jnp.finfo(jnp.float16).max)
 
 
@@ -555,6 +556,63 @@ def test_finite_differences_use_the_widest_precision_that_is_kept(
     check("gradients", sloping(square, lambda w: 2 * w), {"a": W})
     bounds = {"float64": {"step": 1e-6, "bound": 1e-6}, "float32": {"step": 1e-2, "bound": 1e-2}}
     assert found == ([(dtype, bounds[dtype])] if dtype else [])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow", "text"),
+    [
+        (
+            "float64",
+            True,
+            "the formula casts float64 to float32; cast to `jnp.promote_types(w.dtype, jnp.float32)` instead",
+        ),
+        ("float64", False, "if that is intended, set `straight_through = True`"),
+        ("float16", True, "if that is intended, set `straight_through = True`"),
+    ],
+)
+def test_the_advice_for_a_cast_is_another_cast(dtype: Any, narrow: Any, text: str) -> None:
+    with jax.enable_x64():
+        p = Fake(apply=mapped(lambda w: w.astype(jnp.float32) if narrow else 2 * w))
+        case = evidence.Case("gradients", p, {"a": jnp.asarray(W.astype(dtype)), "n": np.int32(1)}, jax.random.key(0))
+        assert laws._advice_on_slope(case) == text
+
+
+def test_a_slope_is_that_of_a_random_linear_function_of_what_trains() -> None:
+    rng = np.random.default_rng(0)
+    directions = {name: rng.normal(size=w.shape).astype(np.float32) for name, w in PARAMS.items()}
+    value, gradient = real_slope(rpx.Freeze(where="b") >> rpx.numbers.Scale(2.0, where="a"), started(), KEY)
+    np.testing.assert_allclose(value, sum(np.sum(directions[name] * w) for name, w in PARAMS.items()), rtol=1e-5)
+    np.testing.assert_allclose(gradient["a"]["@scale"]["x"], 2 * directions["a"], rtol=1e-6)
+    assert gradient["b"] == {"@freeze": {"@fixed": {"w": None}}}
+
+
+def started() -> Any:
+    """Values of half of `a`, and `b` that is frozen."""
+    return {"a": {"@scale": {"x": W / 2}}, "b": {"@freeze": {"@fixed": {"w": PARAMS["b"]}}}}
+
+
+class Shifted(rpx.Perturbation):
+    """Draws that are all one above their mean."""
+
+    kind = "shifted_of_rules"
+
+    def apply_leaf(self, w, key):
+        return w + 1
+
+
+def test_deviations_are_those_of_one_stage_behind_the_means_of_the_stages_before_it() -> None:
+    p = rpx.Freeze(where="b") >> rpx.numbers.Scale(2.0, where="a") >> Shifted() >> Shifted(where="a")
+    keys = jax.random.split(jax.random.key(0), 3)
+    mean, sums, squares = real_deviations(p, 2, started(), keys)
+    jax.tree.map(np.testing.assert_array_equal, mean, PARAMS)
+    of_mean = {name: np.sum(w) / np.abs(w).max() / w.size for name, w in PARAMS.items()}
+    for found in (sums, squares):
+        np.testing.assert_allclose(found["b"][:3], [3, 3, 3])
+        np.testing.assert_allclose(found["a"][:5], [3] * 5)
+    np.testing.assert_allclose([sums[name][-1] for name in "ab"], [3 * of_mean[name] for name in "ab"], rtol=1e-6)
+    np.testing.assert_allclose(
+        [squares[name][-1] for name in "ab"], [3 * of_mean[name] ** 2 for name in "ab"], rtol=1e-6
+    )
 
 
 # ---- updates
