@@ -606,6 +606,13 @@ def test_model_state_and_integers_do_not_train_so_they_are_not_written():
     assert (config["modules_to_save"], config["bias"], config["fan_in_fan_out"]) == (None, "none", False)
 
 
+def test_the_rounding_of_weights_in_training_is_left_out():
+    p = rpx.Freeze() >> rpx.LoRA(2, where=OUT)
+    rounded = p >> rpx.FakeQuantized("int8", where=OUT)
+    tensors, config = rpx.io.to_peft(rounded, zeros(rounded.init, model(), KEY))
+    assert (set(tensors), config) == (set(lora(out=(2, 6, 4))), rpx.io.to_peft(p, zeros(p.init, model(), KEY))[1])
+
+
 def test_tokens_alone_are_a_method_of_their_own():
     params = {"embed": {"embedding": normal(5, 3)}, "head": {"kernel": normal(3, 5)}}
     table, head = (

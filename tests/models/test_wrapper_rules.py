@@ -542,7 +542,7 @@ class Leaf(nnx.Module):
 
     def __init__(self, i: int) -> None:
         self.kernel = nnx.Param(np.full((2, 2), i, np.float32))
-        self.calls, self.first, self.memory = 0, "first", nnx.data(None)
+        self.calls, self.first, self.memory, self.deterministic = 0, "first", nnx.data(None), False
 
     def __call__(self, x: Any) -> Any:
         self.calls += 1
@@ -625,6 +625,8 @@ def test_parts_of_a_model_are_called_where_they_are_and_leave_what_they_set() ->
     assert (ours.same.calls, ours.raw.one.new, float(ours.raw.count[...])) == (7, "new", 3)
     ours.other = 5
     assert ours.raw.other == 5
+    ours.layers[1].eval()
+    assert [x.deterministic for x in (ours.one, *ours.layers)] == [False, False, True]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ PARAMS = {"a": W, "b": np.float32([5, 6])}
 KEY = np.uint32([0, 7])
 COUNT = itertools.count()
 real_slope, real_deviations = evidence.slope, evidence.deviations
+real_beside_another, real_transformed = evidence.beside_another, evidence.transformed
 LIMIT = float(jnp.finfo(jnp.float16).max)
 
 
@@ -613,6 +614,49 @@ def test_deviations_are_those_of_one_stage_behind_the_means_of_the_stages_before
     np.testing.assert_allclose(
         [squares[name][-1] for name in "ab"], [3 * of_mean[name] ** 2 for name in "ab"], rtol=1e-6
     )
+
+
+class Ticking(rpx.Reparametrization):
+    """A value to which each update adds one."""
+
+    kind = "ticking_of_rules"
+    raw_values = {"x": rpx.stage.main(), "n": rpx.stage.fixed()}
+    moves_weights = False
+
+    def init_leaf(self, w):
+        return {"x": w, "n": jnp.zeros((), w.dtype)}
+
+    def apply_leaf(self, values):
+        return values["x"] + values["n"]
+
+    def update_leaf(self, values):
+        return {"n": values["n"] + 1}
+
+
+class Moving(Ticking):
+    """One that says that it moves weights, so it is not updated."""
+
+    kind = "moving_of_rules"
+    moves_weights = True
+
+
+@pytest.mark.parametrize(("p", "behind", "before"), [(Ticking(), 1, 2), (Moving(), 0, 0)], ids=repr)
+def test_a_chain_beside_another_acts_on_the_arrays_that_this_one_makes_or_holds(
+    p: Any, behind: Any, before: Any
+) -> None:
+    found = real_beside_another(p, {"a": W}, KEY)
+    for position, added in (("behind", behind), ("before", before)):
+        for x in found[position]:
+            np.testing.assert_allclose(x["a"], W + added)
+
+
+def test_ways_of_running_a_chain_are_those_of_its_draws_and_of_its_mean() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    found = real_transformed(Shifted(), BATCH, PARAMS, BATCH, keys)
+    for name, w in PARAMS.items():
+        np.testing.assert_array_equal(found["vmap of init"][name], BATCH[name])
+        np.testing.assert_array_equal(found["scan of vmap of checkpoint"][name], FOUR[name] + 1)
+        np.testing.assert_array_equal(found["shard_map"][name], w + 1)
 
 
 # ---- updates
