@@ -149,6 +149,33 @@ USES = {
         ([LAYERS], X, INDICES),
         [EACH],
     ),
+    "an expert of one output for each row": (
+        lambda p, x, i: jnp.einsum("td,tdo->to", x, p[0][i]),
+        ([shaped(2, 3, 1)], X, INDICES),
+        [EACH],
+    ),
+    "an expert and data of a number that is data": (
+        lambda p, x, i: x[i] @ p[0][i],
+        ([shaped(4, 2, 2)], shaped(4, 5, 2), ROW),
+        [EACH],
+    ),
+    "whole rows, by vmap": (
+        lambda p, i: jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (4,)))(p[0], i) @ p[1],
+        ([shaped(5, 4), V], INDICES),
+        [NONE, DENSE],
+    ),
+    "a row of the table of each": (
+        lambda p, i: jax.vmap(lambda table, i: jnp.tanh(table[i] @ p[1]))(p[0], i),
+        ([shaped(5, 8, 4), V], INDICES),
+        [EACH, DENSE],
+    ),
+    "rows of matrices from each number on, by vmap": (
+        lambda p, i: jnp.einsum(
+            "nthk,hko->nto", jax.vmap(lambda i: jax.lax.dynamic_slice(p[0], (i, 0, 0), (2, 4, 2)))(i), p[1]
+        ),
+        ([shaped(9, 4, 2), shaped(4, 2, 3)], INDICES),
+        [((0,), (1, 2), ()), ((0, 1), (2,), ())],
+    ),
     "columns that constants choose": (
         lambda p, x: jnp.tanh(x @ p[0][:, KEEP]) @ p[1][KEEP],
         ([W, V], X),
@@ -303,6 +330,16 @@ USES = {
         ([jax.ShapeDtypeStruct((3, 3, 3), FLOAT)], jax.ShapeDtypeStruct((3, 3), FLOAT)),
         [((0, 1, 2), (0, 1, 2), (0,))],
     ),
+    "a number that is data or that rows of a table give": (
+        lambda p, x: x @ ((p[0] * jax.lax.cond(x[0, 0] > 0, lambda: x[0, 0], lambda: p[2][KEEP].sum())) @ p[1]),
+        ([W, V, shaped(9, 3)], X),
+        [DENSE, DENSE, NONE],
+    ),
+    "a number of chosen rows, repeated, that scales constants": (
+        lambda p, x: x @ (p[0] * (np.ones(4, np.float32) * jnp.broadcast_to(p[1][KEEP].max(0), (4,)))),
+        ([W, shaped(9, 1)], X),
+        [DENSE, NONE],
+    ),
     "a weight that data choose": (partial(one_of_two, of_data=True), ([W], X), [NONE]),
     "a weight that a constant chooses": (partial(one_of_two, of_data=False), ([W], X), [DENSE]),
     "either of two layers of different stacks": (
@@ -330,6 +367,17 @@ USES = {
     ),
     "other entries from the second step on": (
         lambda p, x: scan(lambda g, _: (x[:3, 0], x @ (p[0] * g[:, None])), jnp.full((3,), x[0, 0]), None, 2),
+        ([W], X),
+        [NONE],
+    ),
+    "a weight plus a product of numbers that are data": (lambda p, x: x @ (p[0] + x[0, 0] * x[0, 1]), ([W], X), [NONE]),
+    "other pairs from the second step on": (
+        lambda p, x: scan(
+            lambda g, _: (jnp.broadcast_to(x[:2, :1], (2, 2)).reshape(4), x @ (p[0] * g)),
+            jnp.broadcast_to(x[0, 0], (2, 2)).reshape(4),
+            None,
+            2,
+        ),
         ([W], X),
         [NONE],
     ),
@@ -376,6 +424,21 @@ USES = {
         lambda p, x: x @ (p[0] @ p[1] @ p[2]) + jnp.ones((5, 5)) @ (p[1] @ p[2])[:1].repeat(5, 0),
         ([W, V, shaped(2, 5)], X),
         [DENSE] * 3,
+    ),
+    "two of nine axes": (
+        lambda p, x: jnp.tensordot(x, p[0], ((0, 1), (8, 1))),
+        ([shaped(1, 3, 1, 1, 1, 1, 1, 1, 5)], X),
+        [((1, 8), (0, 2, 3, 4, 5, 6, 7), ())],
+    ),
+    "one column of three factors": (
+        lambda p, x: x @ (p[0] @ p[1] @ p[2])[:, 0],
+        ([W, V, shaped(2, 5)], X),
+        [DENSE, DENSE, ((0,), (), (1,))],
+    ),
+    "one row of three factors": (
+        lambda p, x: x[:, :1] @ (p[0] @ p[1] @ p[2])[:1],
+        ([W, V, shaped(2, 5)], X),
+        [((), (1,), (0,)), DENSE, DENSE],
     ),
     "factors, transposed": (
         lambda p, x: x @ (p[1] @ p[0]).T,
@@ -560,10 +623,26 @@ def with_a_bias_for_others_too(params, x):
     return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"]), jnp.einsum("tef,ts->sef", tokens, params["mix"])
 
 
-@pytest.mark.parametrize("fun", [of_two_layers, turned_round, with_a_bias_for_others_too])
+def or_constants(params, x):
+    """The other alternative scales constants by a mean of all members, which counts as a number."""
+    h = jnp.einsum("td,edf->etf", x, params["r"] + params["up"])
+    h = jax.lax.cond(x[0, 0] > 0, jnp.tanh, lambda h: np.ones((4, 5, 6), np.float32) * h.mean(), h)
+    return jnp.einsum("etf,efo->eto", h, params["down"])
+
+
+def by_whole_numbers(params, x):
+    """A matrix of whole numbers, which is no weight, reads no outputs."""
+    h = jnp.einsum("td,edf->etf", x, params["r"] + params["up"]) @ params["whole"].astype(FLOAT)
+    return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"])
+
+
+@pytest.mark.parametrize(
+    "fun", [of_two_layers, turned_round, or_constants, by_whole_numbers, with_a_bias_for_others_too]
+)
 def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
     shapes = {"r": (4, 3, 6), "up": (4, 3, 6), "down": (4, 6, 2), "bias": (1, 1, 6), "mix": (5, 7)}
-    found = roles(fun, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(fun, params | {"whole": jax.ShapeDtypeStruct((6, 6), jnp.int8)}, X)
     assert axes(found["up"]) == axes(found["down"]) == EACH
     assert axes(found["r"]) == (((1,), (0, 2), ()) if fun is with_a_bias_for_others_too else EACH)
 
@@ -653,6 +732,7 @@ def test_a_use_is_listed_once_and_with_how_it_multiplies():
         "twice": [dense, ((1,), (0,), "product", ())],
     }
     assert all("test_roles.py" in x.line for role in found.values() for x in role.uses)
+    assert {*found.values()} >= {found["twice"]}  # roles can be hashed
 
 
 def test_parameters_and_data_in_any_order():

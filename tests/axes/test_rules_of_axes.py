@@ -38,6 +38,7 @@ def axes_after(fun, *shapes, data=False):
         values = [env[v] if v in env else Value((), Source.CONSTANT) for v in map(unliteral, eqn.invars)]
         source = max((value.source for value in values), default=Source.CONSTANT)
         env |= {v: Value(axes, source) for v, axes in zip(eqn.outvars, axes_of(view_of(eqn), values), strict=True)}
+    assert all(type(axis) is tuple for value in env.values() for axis in value.axes)
     return ["  ".join(map(text_of, env[v].axes)) for v in program.outvars]
 
 

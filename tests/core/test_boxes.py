@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
+from reparax.core.raw import state_flags
 
 KERNEL = jnp.asarray(np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.float32)
 ONES = jnp.asarray(np.ones(4, np.float32), np.float32)
@@ -183,3 +184,8 @@ def test_nnx_reads_the_names_of_each_value(layer):
     assert jax.tree.structure(folded) == jax.tree.structure(params)
     x = np.ones((2, 8), np.float32)
     np.testing.assert_allclose(nnx.merge(graph, folded)(x), layer[0](x), rtol=1e-5, atol=1e-6)
+
+
+def test_each_array_in_a_variable_of_several_is_its_state():
+    tree = {"all": nnx.Param({"a": ONES}), "seen": nnx.BatchStat({"a": ONES, "b": ONES}), "w": ONES}
+    assert state_flags(tree) == [False, True, True, False]

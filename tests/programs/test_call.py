@@ -1,6 +1,7 @@
 """The arguments of a function, by their paths, and its program."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,17 @@ def test_options_that_were_given():
     assert given_options(a=None, b=False, c=0, d="", e=True) == ["c", "d", "e"]
 
 
+class Model:
+    def __call__(self, x):
+        return x
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Held:
+    x: np.ndarray
+
+
 def named(x, *, local=True):
     return x
 
@@ -90,6 +102,10 @@ def test_a_call_is_named_by_its_function():
     assert check_call("factored", named, None, own_options=["plan"]) == "factored(named)"
     assert check_call("remat", functools.partial(named), (0, 1)) == "remat(named)"
     assert check_call("remat", rpx.remat(named), [0]).startswith("remat(")
+    noted = functools.partial(named)
+    noted.note = "which keeps it apart"
+    assert check_call("remat", functools.partial(noted), 0) == "remat(named)"
+    assert check_call("remat", Model(), 0) == "remat(Model)"
     assert check_call("remat", max, 3, own_options=["plan"]) == "remat(max)"
 
 
@@ -107,6 +123,17 @@ REJECTED = [
         {"fun": {"w": X, "f": len}},
         "factored takes a function, but got {'f': <built-in function len>, 'w': 'float32[2]'} of type dict. "
         "Pass a function, such as the loss.",
+    ),
+    (
+        TypeError,
+        {"fun": [Held(X)]},
+        "factored takes a function, but got [Held(x=array([0., 1.], dtype=float32))] of type list. Pass a function, "
+        "such as the loss.",
+    ),
+    (
+        TypeError,
+        {"fun": rpx.LowRank(2)},
+        "factored takes a function, but got LowRank(2) of type LowRank. Pass a function, such as the loss.",
     ),
     (
         TypeError,
@@ -131,6 +158,7 @@ def test_calls_that_are_rejected(error, changed, text):
 
 
 def test_a_position_without_an_argument_is_rejected():
-    text = "who got argnums=(0, 2), but was called with 2 positional arguments, so there is no argument 2. Pass all "
-    with raises(TypeError, text + "arguments in argnums by position, not by keyword."):
-        Arguments.of("who", loss, (0, 2), (X, KEY), {"scale": X})
+    for argnums in ((0, 2), (8, 2)):
+        text = f"who got argnums={argnums}, but was called with 2 positional arguments, so there is no argument 2. "
+        with raises(TypeError, text + "Pass all arguments in argnums by position, not by keyword."):
+            Arguments.of("who", loss, argnums, (X, KEY), {"scale": X})

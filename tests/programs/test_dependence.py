@@ -41,9 +41,13 @@ KNOWN = {
     "plain": (lambda w, x: (jnp.sin(w), x @ w, 3.0), [True, False, True]),
     "jit": (lambda w, x: jax.jit(lambda w, x: (jnp.sin(w), x @ w))(w, x), [True, False]),
     "scan": (scanned, [True, False, True, False]),
+    "run once in a call": (
+        lambda w, x: jax.jit(lambda w, x: (w * 2, io_callback(lambda x: x, X, x)))(w, x),
+        [False, False],
+    ),
     "cond, whose branch is kept": (
-        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: (w * 2, x * 2), lambda: (w, x)),
-        [True, False],
+        lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: (w * 2, x * 2, w.sum()), lambda: (w, x, x.sum())),
+        [True, False, False],
     ),
     "while": (
         lambda w, x: jax.lax.while_loop(lambda s: s[1][0, 0] < 3, lambda s: (s[0] * 2, s[1] + 1), (w, x)),
@@ -107,6 +111,19 @@ def test_equations_with_functions_and_those_that_wait_are_batches_of_their_own()
         ["mul", "add"],
     ]
     assert [batch.function for batch in batches] == [None, None, len, None]
+
+
+def test_a_batch_returns_what_is_read_later():
+    jaxpr = program(lambda w: jnp.cos(jnp.sin(w)) * jnp.tan(w), W)
+    returned = []
+
+    def run_batch(batch, part, env):
+        returned.append(([eqn.primitive.name for eqn in part.eqns], len(part.outvars)))
+        return dependence.evaluate(part, dependence.values(env, part.invars))
+
+    (found,) = dependence.run_batches(jaxpr, [W], [Batch(jaxpr.eqns[:2]), Batch(jaxpr.eqns[2:])], run_batch)
+    assert returned == [(["sin", "cos"], 1), (["tan", "mul"], 1)]
+    np.testing.assert_allclose(found, np.cos(np.sin(W)) * np.tan(W), rtol=1e-6)
 
 
 def test_a_program_is_written_with_the_changes_of_rules():
@@ -191,6 +208,20 @@ def test_a_carry_has_the_facts_of_all_steps():
     steady = dependence.steady_inputs(scan, inputs, dependence.IsKnown())
     assert sum(inputs) - sum(steady) == 2  # the second takes over what the third has from data
     assert [facts[v] for v in scan.outvars] == [True, False, False, True][-len(scan.outvars) :]
+
+
+def test_constants_of_a_program_are_known():
+    jaxpr = program(lambda w, x: (w * W, x * X), W, X)
+    assert len(jaxpr.constvars) == 2
+    assert dependence.facts_of_outputs(jaxpr, [True, False], dependence.IsKnown()) == [True, False]
+
+
+def test_equal_facts_about_the_inputs_of_a_program_are_derived_once():
+    body, analysis, seen = program(lambda w, x: x @ jnp.sin(w), W, X), AllFacts(), []
+    analysis.of_equation = lambda eqn, operands: seen.append(eqn) or AllFacts.of_equation(analysis, eqn, operands)
+    for inputs in ([of_w, of_x], [of_w, of_x], [of_w, of_w]):
+        dependence.analyze(body, inputs, analysis)
+    assert seen == [*body.eqns, *body.eqns]
 
 
 def test_the_constants_of_bodies_have_the_facts_that_a_transform_sets():

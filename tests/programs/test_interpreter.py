@@ -1,5 +1,7 @@
 """Programs that are interpreted give what they give, and weights stay in factors until their arrays are needed."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,17 +10,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from products import whole
+from products import PRODUCTS, whole
 
 from reparax.core.unchanged import recompute
-from reparax.programs import dependence, jaxprs, multiply, rules
+from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
 from reparax.programs.dependence import AllFacts, Facts
-from reparax.programs.equations import Named, SplitAxis, view_class_of
+from reparax.programs.equations import Checkpoint, Jit, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
-from reparax.programs.sums import Sum
+from reparax.programs.sums import Draw, Sum
 
 A, B, X = whole(6, 2), whole(2, 4, seed=1), whole(3, 6, seed=2)
 LAYERS, ONE_LAYER = whole(3, 6, 2), whole(1, 6, 2)
+KEY = np.zeros(2, np.uint32)
 MESH = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
 
@@ -33,9 +36,9 @@ class InFactors:
         return makes or has_body(eqn) or view_class_of(eqn) in (Named, SplitAxis)
 
     def outputs(self, operation):
-        eqn, kind = operation.eqn, view_class_of(operation.eqn)
+        eqn = operation.eqn
         self.seen.append(operation)
-        if kind is Named:
+        if isinstance(operation.view, Named):
             return [operation.interpreter.steps[-1].index]
         if has_body(eqn):
             return interpret_bodies(operation)
@@ -66,7 +69,15 @@ def index(_):
 PROGRAMS = {  # a function of a, b and data, and the equations that need the array, and how often they run
     "returned": (lambda a, b, x: a @ b, [(None, 1)]),
     "read twice": (lambda a, b, x: [f(w) for w in [a @ b] for f in (jnp.tanh, jnp.sin)], [("tanh", 1)]),
+    "read again later": (
+        lambda a, b, x: [y for w in [a @ b] for y in (jnp.tanh(w), (a @ b).T, jnp.sin(w))],
+        [("tanh", 1), (None, 1)],
+    ),
     "of data": (lambda a, b, x: jnp.tanh(x @ (x.T @ x)), []),
+    "beside an equation without outputs": (
+        lambda a, b, x: [jax.debug.callback(lambda _: None, x), a @ b][1],
+        [(None, 1)],
+    ),
     "a call": (lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * 2)(a, b), [("dot_general", 1)]),
     "a call that does nothing": (
         lambda a, b, x: x @ jax.jit(lambda w, x: (2.0, w))(a @ b, x)[1].T.T,
@@ -83,6 +94,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     ),
     "one layer": (lambda a, b, x: scanned((ONE_LAYER @ b, x[:1]), lambda wx: wx[1] @ wx[0]), [("dot_general", 1)]),
     "rows of several axes": (lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4), jnp.sin), [("scan", 1)]),
+    "rows of several axes and of one": (
+        lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
+        [("scan", 1)],
+    ),
     "loops in a loop": (
         lambda a, b, x: scanned(x, lambda x: scanned(b.T, lambda b: (x @ a) @ b + x @ (a @ B))),
         [("dot_general", 12)],
@@ -182,6 +197,25 @@ def seen_at(primitive, function, **settings):
     return [each for each in found if each.eqn.primitive.name == primitive]
 
 
+def test_the_operands_of_a_loop_are_still_those_that_the_program_gave():
+    (loop,) = seen_at("scan", PROGRAMS["layers"][0])
+    assert [isinstance(x, Sum) for x in loop.args].count(True) == 1
+
+
+def test_a_checkpoint_is_kept_with_its_settings_where_something_is_computed():
+    settings = {"policy": jax.checkpoint_policies.dots_saveable, "prevent_cse": False}
+
+    def kept(*, computes):
+        def function(*args):
+            return interpret(lambda a, b, x: jax.checkpoint(jnp.sin, **settings)(x), *args, computes=computes)[0]
+
+        views = map(view_of, jax.make_jaxpr(function)(A, B, X).jaxpr.eqns)
+        return [{"policy": v.policy, "prevent_cse": v.prevent_cse} for v in views if isinstance(v, Checkpoint)]
+
+    assert kept(computes=True) == [settings]
+    assert kept(computes=False) == []
+
+
 def test_rules_are_told_where_an_equation_is():
     def both(a, b, x):
         w = recompute(lambda a, b: jax.jit(jnp.matmul)(a, b), a, b)
@@ -206,12 +240,17 @@ def test_rules_are_told_facts():
     def looped(a, b, x):
         return lax.scan(lambda c, ax: (c * 2, (ax[1] @ (c @ b), ax[0] @ b)), a, (a[None], x[:1]))
 
+    def both(a, b):
+        return lambda slices: (a @ slices[1], slices[0] @ b)
+
     def facts(seen):
         return [(fact.origins, fact.steps, fact.mesh_axes, fact.formula) for fact in seen.facts]
 
     none, of_b = frozenset(), ({1}, frozenset(), frozenset(), 1)
     of_carry, _, of_slice = seen_at("dot_general", looped)
     assert facts(of_carry) == facts(of_slice) == [({0}, {0}, none, None), of_b]
+    inside = seen_at("dot_general", lambda a, b, x: scanned(a[None], lambda a: scanned((a[None], b[None]), both(a, b))))
+    assert [[fact.steps for fact in seen.facts] for seen in inside] == [[{0}, {1}], [{0, 1}, set()]]
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))
     (seen,) = seen_at("dot_general", lambda a, b, x: on_shards(a, b))
     assert facts(seen) == [({0}, none, {"data"}, None), of_b]
@@ -235,6 +274,8 @@ def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
     for function, stops in cases:
         text = str(jax.make_jaxpr(lambda *args, f=function: interpret(f, *args)[0])(A, B, X))
         assert ("stop_gradient" in text.split("scan[")[0]) == stops
+        seen = interpret(function, A, B, X)[1].seen
+        assert {each.facts[0].fixed for each in seen if view_class_of(each.eqn) is Jit} <= {stops}
 
 
 def test_an_equation_that_computes_nothing_gives_its_operands():
@@ -252,6 +293,47 @@ def test_an_equation_that_computes_nothing_gives_its_operands():
     for fixed in (True, False):
         (stopped,) = Interpreter(InFactors()).run(stop, [A], [Facts(known=True, fixed=fixed)])
         assert (stopped is A) == fixed
+    later = jax.make_jaxpr(lambda x: lax.stop_gradient(x + x))(A).jaxpr
+    (doubled,) = Interpreter(InFactors()).run(later, [A], [Facts(known=False, fixed=True)])
+    np.testing.assert_array_equal(doubled, 2 * A)
+
+
+def test_a_call_that_places_its_operands_or_returns_constants_is_run():
+    placed = NamedSharding(MESH, Spec("data"))
+    for call in (jax.jit(lambda x: x, out_shardings=placed), jax.jit(lambda x: (x, LAYERS))):
+        jaxpr, consts = jaxprs.consts_first(jax.make_jaxpr(call)(A))
+        in_arrays = InFactors()
+        in_arrays.may_introduce_sum = lambda *_: False
+        facts = [Facts(known=False, fixed=False) for _ in jaxpr.invars]
+        found, *constants = Interpreter(in_arrays).run(jaxpr, [*consts, A], facts)
+        assert constants or found.sharding == placed
+        np.testing.assert_array_equal(constants, [LAYERS][: len(constants)])
+
+
+SPLITS = {  # the specs that can be given to factors: the label of the first axis or of the second goes by the spec
+    "low-rank": {("x",): 0, (("x", "y"),): 0, (None, "x"): 1, (None, "y"): None, (None, ("x", "y")): None},
+    "diagonal": {("x",): None, (None, "x"): None, (): ()},
+    "merged": {("x",): 0, ("y",): None},
+    "row": {("x",): None, (None, "x"): 1},
+    "number": {("x",): None},
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_first_label_of_an_axis_is_split_if_it_can_be(name):
+    axes, mesh = PRODUCTS[name].axes, {"x": 2, "y": 3}
+    for entries, axis in SPLITS[name].items():
+        want = axis if axis is None else {axes[axis][0]: entries[axis]} if entries else {}
+        assert interpreter._entries_of_labels(PRODUCTS[name], Spec(*entries), mesh) == want
+
+
+def test_the_factors_of_a_sum_are_split_with_the_key_of_their_draw():
+    (operation,) = seen_at("shard_map", PROGRAMS["rows on shards"][0])
+    drawn = rules.map_factors(operation.args[0], lambda factor: replace(factor, draw=Draw("w", KEY)))
+    _, specs = interpreter._shard_input(operation, drawn, Spec("data"))
+    factors = specs.products[0].factors
+    assert [factor.array for factor in factors] == [Spec("data", None), Spec(None, None)]
+    assert [factor.draw for factor in factors] == [Draw("w", Spec())] * 2
 
 
 def test_the_program_returns_a_sum_as_it_is():

@@ -3,9 +3,11 @@
 Each fails where JAX changes it, and names the version that changed it last, if one did since jax 0.8.0.
 """
 
+import functools
 import importlib.metadata
 import re
 import tomllib
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback, pallas
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding
@@ -29,6 +33,7 @@ from reparax.programs import jaxprs
 from reparax.programs.dependence import is_apply
 from reparax.transforms import _factored, _saved_residuals, saved_residuals
 
+POLICY = jax.checkpoint_policies.dots_saveable
 ROOT = Path(__file__).parents[2]
 W, X = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((4, 2), np.float32)
 KEY, KEYS = jax.random.key(0), jax.random.wrap_key_data(np.arange(8, dtype=np.uint32).reshape(4, 2))
@@ -54,6 +59,13 @@ def same(got, want):
 
 def test_the_jax_that_runs_is_one_that_was_tested():
     assert jaxprs.is_tested(), "Run `make test-versions`; where all is well, NEWEST in core/names.py is this version."
+
+
+@pytest.mark.parametrize(("change", "expected"), [(-1, False), (0, True), (1, True)])
+def test_newer_versions_than_the_newest_are_not_tested(change, expected, monkeypatch):
+    *first, last = jax.__version_info__
+    monkeypatch.setattr(jaxprs, "NEWEST", ".".join(map(str, [*first, last + change])))
+    assert jaxprs.is_tested() == expected
 
 
 def test_the_package_and_its_readme_say_which_jax_was_tested():
@@ -146,6 +158,83 @@ def test_the_derivative_of_equal_equations_is_worked_out_once(has_body):
     assert len(worked) == 1
 
 
+def test_what_shares_its_derivative():
+    def told(*xs):
+        return [[jaxprs._is_worth_sharing(eqn, [X, x]) for x in xs] for eqn in eqns]
+
+    names = ("jit", "custom_jvp_call", "remat2")
+    eqns, found = [*program(jnp.sin, X).eqns, *(equation(name, CALLS[name], W, X) for name in names)], {}
+
+    def differentiated(x, name):
+        def twice(x):
+            found[f"{name}, second"] = told(x)
+            return x
+
+        def once(x):
+            found[name] = told(x)
+            return jax.linearize(twice, x)[0]
+
+        return jax.linearize(once, x)[0]
+
+    def traced(x):
+        found["traced"] = told(x)
+        return differentiated(x, "both")
+
+    differentiated(X, "differentiated")
+    jax.make_jaxpr(traced)(X)
+    assert {name: [*map(sum, rows)] for name, rows in found.items()} == {
+        "differentiated": [1, 0, 0, 0],
+        "differentiated, second": [1, 0, 0, 0],
+        "traced": [0, 0, 1, 0],
+        "both": [1, 0, 1, 1],
+        "both, second": [1, 0, 1, 1],
+    }
+
+
+@pytest.mark.parametrize(("f", "n"), [(lambda x: jnp.sin(jnp.cos(x)), 0), (lambda x: jax.nn.relu(jnp.cos(x)), 2)])
+def test_equations_run_one_by_one_where_they_may_share_a_derivative(f, n, monkeypatch):
+    evaluated, evaluate = [], jaxprs._evaluate_equation
+    monkeypatch.setattr(jaxprs, "_evaluate_equation", lambda *args: evaluated.append(args) or evaluate(*args))
+    held, _ = jaxprs.inline_calls(program(f, X), jaxprs.is_jit)
+    jax.make_jaxpr(lambda x: jaxprs.evaluate(held, [x]))(X)
+    assert len(evaluated) == n
+    jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(held, [x]), x)[0])(X)
+    assert len(evaluated) == n + 2
+
+
+def test_what_prints_shares_nothing(monkeypatch):
+    monkeypatch.setattr(jaxprs, "_SHARED_FUNCTIONS", {})
+    held = program(lambda x: jax.debug.print("{}", x), X)
+    jax.make_jaxpr(lambda x: jax.linearize(lambda x: (jaxprs.evaluate(held, [x]), x)[1], x)[0])(X)
+    assert not jaxprs._SHARED_FUNCTIONS
+
+
+def test_values_are_dropped_after_their_last_use(monkeypatch):
+    class Value:
+        pass
+
+    alive, values = [], []
+
+    def evaluated(_, eqn, args):
+        alive.append([value() is not None for value in values])
+        value = Value()
+        values.append(weakref.ref(value))
+        return [value]
+
+    monkeypatch.setattr(jaxprs, "_evaluate_equation", evaluated)
+    monkeypatch.setattr(jaxprs, "_is_linearized", lambda x: True)
+
+    def f(x):
+        a = jnp.sin(x)
+        b = jnp.cos(a)
+        return jnp.tanh(a * b), b
+
+    held = program(f, X)
+    out, b = jaxprs.evaluate(held, [Value()])
+    assert alive == [[], [True], [True, True], [False, True, True]]
+    assert (out is values[3](), b is values[1]()) == (True, True)
+
+
 @pytest.mark.parametrize("numbers", [(2.0, 3.0), (0.0, -0.0)])
 def test_equations_with_other_numbers_are_not_equal(numbers):
     a, b = numbers
@@ -194,6 +283,14 @@ def test_a_linearized_function_with_zeros_among_its_outputs_is_traced():
     same(jaxprs.evaluate(found, [*stored, W]), [np.zeros((2, 3)), 2 * W])
 
 
+def test_a_linearized_function_whose_program_has_constants_of_its_own_is_traced():
+    held = jax.make_jaxpr(lambda x: x * X)(X)
+    assert len(jaxprs.consts_first(held)[1]) == 1
+    linear = jax.tree_util.Partial(functools.partial(lambda held, stored, x: [3 * x * stored], held), 2 * X)
+    found, stored = jaxprs.program_and_residuals(linear, [X], 1)
+    same(jaxprs.evaluate(found, [*stored, 5 * X]), [30 * X])
+
+
 def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
     of_both = program(lambda x, w: (jnp.sum(x @ w, axis=0), w[0]), X, W)
     x, w = of_both.invars
@@ -203,6 +300,9 @@ def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
     found = found.replace(invars=[x, *found.invars])
     (got,) = jaxprs.evaluate(found, [X, *consts, jnp.arange(3.0), jnp.ones(3)])
     np.testing.assert_array_equal(got, [np.arange(3) * 4 + 1, np.arange(3) * 4])
+    twice = jax.jit(lambda w: 2 * w)
+    of_calls = program(lambda w: twice(twice(w)), W)
+    assert sum(map(jaxprs.is_jit, jaxprs.transpose(of_calls, of_calls.invars)[0].eqns)) == 2
 
 
 # ---- equations
@@ -259,6 +359,15 @@ def test_apply_is_told_from_the_users_checkpoint():
     assert [is_apply(eqn) for jaxpr in (ours, theirs) for eqn in jaxpr.eqns] == [True, False]
 
 
+def test_names_and_policies_are_those_of_their_equations():
+    named, sine, call = program(
+        lambda w: jax.checkpoint(jnp.sin, policy=POLICY)(jnp.sin(checkpoint_name(w, "w"))), W
+    ).eqns
+    assert [jaxprs.has_name(named, name) for name in ("w", "v")] == [True, False]
+    assert not jaxprs.has_name(sine, "w")
+    assert [jaxprs.policy_of(eqn) for eqn in (named, sine, call)] == [None, None, POLICY]
+
+
 def test_what_prints_or_calls_back_runs_once():
     def calling(w):
         jax.debug.print("{}", w)
@@ -292,11 +401,25 @@ def test_mutable_arrays_are_told_by_their_type():
     assert not jaxprs.has_refs(program(jnp.sin, W))
 
 
+def test_a_program_that_is_called_often_is_searched_once(monkeypatch):
+    nested = jnp.sin
+    for _ in range(5):
+        nested = jax.jit(lambda x, f=nested: f(f(x)))
+    held, searched, inner_programs = program(nested, X), [], jaxprs.inner_programs
+    monkeypatch.setattr(jaxprs, "inner_programs", lambda eqn: searched.append(eqn) or inner_programs(eqn))
+    assert not jaxprs.has_refs(held)
+    assert len(searched) == 11  # two in each of five programs, and the call itself
+
+
 def test_a_kernel_has_mutable_arrays_of_its_own():
     def kernel(x, y):
         y[...] = jnp.sin(x[...])
 
     assert not jaxprs.has_refs(program(pallas.pallas_call(kernel, jax.ShapeDtypeStruct(W.shape, W.dtype)), W))
+    inside = jax.make_jaxpr(lambda ref: jax.new_ref(ref[...])[...])(jax.new_ref(W))
+    (call,) = program(jax.jit(jnp.sin), W).eqns
+    caller = program(jax.jit(jnp.sin), W).replace(eqns=[call.replace(params=call.params | {"jaxpr": inside})])
+    assert not jaxprs.has_refs(caller)
 
 
 def test_the_lines_of_source_begin_with_the_innermost():
@@ -350,6 +473,12 @@ def again(eqn, args, body=None):
     return jaxprs.runner_of(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
 
 
+def test_a_scan_of_nothing_but_steps_is_written_again():
+    f, args, _ = SCANS["no steps"]
+    rewritten = equation("scan", lambda w: again(equation("scan", f, *args), [w, w]), W)
+    assert rewritten.params["length"] == 3
+
+
 @pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
 def test_a_scan_is_written_again(settings):
     # Its linear and _split_transpose went with jax 0.10.0.
@@ -377,6 +506,8 @@ def test_a_choice_of_a_platform_is_written_again():
 
     eqn = equation("cond", f, W)
     branches = [lambda w: [jnp.cos(w)], lambda w: [jnp.tan(w)], lambda w: [jnp.sin(w)]]
+    pair = equation("cond", lambda w: jax.lax.platform_dependent(w, tpu=jnp.cos, cpu=jnp.sin), W)
+    same(jaxprs.run_cond(pair, 0, branches[::2], [W]), [jnp.sin(W)])
     rewritten = equation("cond", lambda w: jaxprs.run_cond(eqn, 0, branches, [w]), W)
     assert rewritten.params["branches_platforms"] == eqn.params["branches_platforms"]
     same(jaxprs.run_cond(eqn, 0, branches, [W]), [jnp.sin(W)])
@@ -390,9 +521,10 @@ def test_a_jit_without_shardings_is_written_again_as_its_body():
 def test_a_jit_with_shardings_keeps_them():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     spread = NamedSharding(mesh, Spec("data"))
-    eqn = equation("jit", jax.jit(jnp.sin, out_shardings=spread), X)
-    rewritten = equation("jit", lambda *args: again(eqn, args), X)
-    assert rewritten.params["out_shardings"] == (spread,)
+    for name in ("in_shardings", "out_shardings"):
+        eqn = equation("jit", jax.jit(jnp.sin, **{name: spread}), X)
+        rewritten = equation("jit", lambda *args, eqn=eqn: again(eqn, args), X)
+        assert rewritten.params[name] == (spread,)
 
 
 def test_a_shard_map_is_written_again():
@@ -400,6 +532,11 @@ def test_a_shard_map_is_written_again():
     eqn = equation("shard_map", sharded, W, X)
     same(again(eqn, (W, X)), sharded(W, X))
     rewritten = equation("shard_map", lambda *args: again(eqn, args), W, X)
+    inside, _ = jaxprs.body(eqn)
+    specs = [{"w": Spec()}, Spec("data")]
+    same(
+        jaxprs.run_sharded(eqn, lambda w, x: jaxprs.evaluate(inside, [w["w"], x]), specs, ({"w": W}, X)), sharded(W, X)
+    )
     others = set(eqn.params) - {"jaxpr"}
     assert {name: rewritten.params[name] for name in others} == {name: eqn.params[name] for name in others}
 
@@ -547,7 +684,16 @@ def test_calls_are_inlined_also_inside_others_but_a_body_that_is_shared_is_not()
     outer, _ = jaxprs.inline_calls(held, lambda eqn: jaxprs.is_jit(eqn) and eqn is held.eqns[1])
     assert [eqn.primitive.name for eqn in outer.eqns] == ["cos", "jit", "add"]
     once = jax.jit(inner)
-    assert jaxprs.inline_calls(program(lambda x: once(once(x)), W), jaxprs.is_jit) is None
+    for twice in (lambda x: once(once(x)), jax.jit(lambda x: once(once(x)))):
+        assert jaxprs.inline_calls(program(twice, W), jaxprs.is_jit) is None
+
+
+def test_constants_of_inlined_calls_are_the_first_inputs():
+    first, second = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 2)) * 5
+    held = program(lambda x: jax.jit(lambda x: x * second)(jax.jit(lambda x: x + first)(x)), X)
+    found, consts = jaxprs.inline_calls(held, jaxprs.is_jit)
+    same(consts, [first, second])
+    same(jaxprs.evaluate(found, [*consts, X]), [(X + np.arange(8).reshape(4, 2)) * 5])
 
 
 def test_programs_are_cut_and_joined():
@@ -600,6 +746,9 @@ def test_equations_share_functions_where_their_parameters_are_hashable(monkeypat
     keys = [jaxprs.key_of(eqn, (0, 1)) for eqn in jaxpr.eqns]
     assert len(set(keys)) == 3  # as literals have values of their own
     assert jaxprs.key_of(jaxpr.eqns[2], (0, 0)) != keys[2]
+    with set_xla_metadata(part="a"):
+        (other,) = program(jnp.sin, W).eqns
+    assert jaxprs.key_of(other, (0,)) != jaxprs.key_of(eqn, (0,))
 
 
 def test_a_program_that_is_differentiated_gives_its_values():
@@ -619,7 +768,9 @@ def test_what_is_passed_to_a_call_that_is_evaluated():
 
 
 def test_mutable_inputs_are_told_too():
-    assert jaxprs.has_refs(program(lambda ref: ref[...], jax.new_ref(W)))
+    ref = jax.new_ref(W)
+    assert jaxprs.has_refs(program(lambda w, ref: ref[...], W, ref))
+    assert jaxprs.has_refs(program(lambda w: ref[...] + w, W))
 
 
 def test_a_scan_of_unknown_length_is_written_again():
@@ -636,7 +787,16 @@ def test_arrays_are_marked_as_varying_over_axes():
     def on_shard(x):
         y = jaxprs.as_varying(x, ["b", "a"])
         assert [jaxprs.varying_axes([jax.typeof(each)]) for each in (x, y)] == [set(), {"a", "b"}]
+        assert jaxprs.varying_axes([jax.typeof(jaxprs.as_varying(x, name)) for name in "ab"]) == {"a", "b"}
         return y
 
     mesh = jax.make_mesh((2, 1), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:2])
     jax.eval_shape(jax.shard_map(on_shard, mesh=mesh, in_specs=Spec(), out_specs=Spec(("a", "b"))), W)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("pcast", {"to": "varying"}), ("pvary", {})])
+def test_axes_over_which_arrays_vary_are_in_an_order_that_no_set_decides(name, settings, monkeypatch):
+    # Until jax 0.9.1, there is a pvary too, which keeps this order.
+    monkeypatch.delattr(jax.lax, "pcast")
+    monkeypatch.setattr(jax.lax, name, lambda *args, **kwargs: (*args, kwargs), raising=False)
+    assert jaxprs.as_varying(W, {"b": 0, "a": 1}) == (W, ("a", "b"), settings)

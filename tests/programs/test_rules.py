@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
+from jax.sharding import AxisType, PartitionSpec
 from kept import in_factors
 from one_array import normal
 from products import PRODUCTS, array_of_sum, product, sum_of, whole
@@ -16,7 +17,7 @@ from products import PRODUCTS, array_of_sum, product, sum_of, whole
 import reparax as rpx
 from reparax.programs import jaxprs, rules
 from reparax.programs.dependence import Facts
-from reparax.programs.equations import view_of
+from reparax.programs.equations import Gather, view_of
 from reparax.programs.sums import Draw, Factor, Product, Sum
 
 X, W = normal(5, 4, seed=1), {"w": np.diag(normal(4))}
@@ -88,6 +89,7 @@ def test_repeated_rows_beside_other_rows_are_those_of_the_array():
 
 FREE, FIXED = (Facts(known=True, fixed=fixed) for fixed in (False, True))
 PLACES = np.array([[2], [9], [0], [-1]], np.int32)
+PAIRS = np.array([[1, 2], [0, 5], [2, 9]], np.int32)
 SUMS = {name: sum_of(p) for name, p in PRODUCTS.items()} | {
     "two": sum_of(PRODUCTS["low-rank"], product("i o", ("io", whole(6, 4, seed=5)))),
     "matrices": sum_of(product("b i o", ("bir", whole(3, 6, 2)), ("bro", whole(3, 2, 4)))),
@@ -98,6 +100,7 @@ SUMS = {name: sum_of(p) for name, p in PRODUCTS.items()} | {
     "a": sum_of(product("i o", ("io", whole(6, 2)))),
     "b": sum_of(product("i o", ("io", whole(2, 4, seed=1)))),
     "vector": sum_of(product("o", ("o", whole(4) + 4))),
+    "integers": sum_of(product("o", ("o", np.array([1, -2, 4, 5], np.int8)))),
     "scalar": sum_of(product("", ("", whole() + 5))),
 }
 
@@ -107,14 +110,14 @@ SUMS["draw"] = sum_of(replace(ENTRIES, factors=(replace(ENTRIES.factors[0], draw
 
 def taken(axis, mode, sizes, **settings):
     """The look-up at ``PLACES`` along an axis."""
-    offset = tuple(range(len(sizes) - 1)) if axis else (1, 2)
+    offset = tuple(range(len(sizes) - 1)) if axis else tuple(range(1, len(sizes)))
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     return lambda w: lax.gather(w, PLACES, numbers, sizes, mode=mode, **settings)
 
 
-def turned(w):
+def turned(w, start):
     """A slice whose start is known only when it runs; one past the end is moved back."""
-    return lax.dynamic_slice(w, (np.int32(5), np.int32(1)), (3, 4), allow_negative_indices=False)
+    return lax.dynamic_slice(w, (start, np.int32(1)), (3, 4), allow_negative_indices=False)
 
 
 ROWS = {  # of a table: the sums, and what is done with them
@@ -136,7 +139,10 @@ ROWS = {  # of a table: the sums, and what is done with them
     "twice negative": ("two", lambda w: lax.neg(-w)),
     "copied": ("two", lambda w: lax.copy_p.bind(w)),
     "cut": ("two", lambda w: lax.slice(w, (1, 1), (6, 4), (2, 1))),
-    "cut from a place": ("low-rank", turned),
+    "cut from a place": ("low-rank", lambda w: turned(w, np.int32(5))),
+    "cut from a place before the first": ("low-rank", lambda w: turned(w, -jnp.max(lax.iota(np.int32, 3)))),
+    "columns of merged rows cut": ("merged", lambda w: w[:, 1:3]),
+    "columns of merged rows cut from a place": ("merged", lambda w: lax.dynamic_slice_in_dim(w, np.int32(1), 2, 1)),
     "reversed": ("low-rank", lambda w: lax.rev(w, (0, 1))),
     "in parts": ("two", lambda w: lax.split(w, (1, 2, 3), axis=0)[2]),
     "a repeated axis cut": ("repeated", lambda w: w[:, 1:3]),
@@ -144,6 +150,20 @@ ROWS = {  # of a table: the sums, and what is done with them
     "looked up": ("matrices", taken(0, "clip", (1, 6, 4))),
     "looked up, or not a number": ("matrices", taken(0, "fill", (1, 6, 4))),
     "looked up on one side": ("one-sided", taken(0, "fill", (1, 6, 4), fill_value=0)),
+    "looked up, or said to be no number": ("matrices", taken(0, "fill", (1, 6, 4), fill_value=np.nan)),
+    "looked up, with no need to fill": ("matrices", taken(0, "clip", (1, 6, 4), fill_value=7)),
+    "looked up in a table of places": (
+        "matrices",
+        lambda w: lax.gather(w, PLACES.reshape(2, 2, 1), lax.GatherDimensionNumbers((1, 3), (0,), (0,)), (1, 6, 4)),
+    ),
+    "looked up by the second number": (
+        "matrices",
+        lambda w: lax.gather(w, PAIRS, lax.GatherDimensionNumbers((0, 1, 2), (), (0, 1)), (3, 1, 4), mode="clip"),
+    ),
+    "looked up by an integer, or said to be no number": (
+        "repeated-matrices",
+        taken(0, "fill", (1, 6, 4), fill_value=np.nan),
+    ),
     "looked up by an integer": ("repeated-matrices", taken(0, "fill", (1, 6, 4))),
     "columns looked up": ("matrices", taken(2, "clip", (3, 6, 1))),
     "kept when looked up": (
@@ -164,6 +184,8 @@ ROWS = {  # of a table: the sums, and what is done with them
     "merged times": ("merged two", lambda w, v: w * v),
     "two diagonals": ("diagonal diagonal", lambda w, v: w * v),
     "divided": ("two vector", lambda w, row: w / lax.broadcast_in_dim(row, (6, 4), (1,))),
+    "divided by integers": ("two integers", lambda w, row: w / lax.broadcast_in_dim(row, (6, 4), (1,))),
+    "a vector divided by a number": ("vector scalar", lambda row, number: row / number),
     "divided by a number": ("two scalar", lambda w, number: w / number),
     "joined": ("two low-rank", lambda w, v: jnp.concatenate([w, v])),
     "joined in turn": ("low-rank two", lambda w, v: lax.concatenate([w, v], 1)),
@@ -181,6 +203,9 @@ REFUSED = {
     "widened": ("low-rank", lambda w: w.astype(jnp.float16)),
     "to integers": ("low-rank", lambda w: w.astype(np.int32)),
     "a diagonal cut": ("diagonal", lambda w: w[1:]),
+    "merged rows and columns cut": ("merged", lambda w: w[1:, 1:]),
+    "merged rows in parts": ("merged", lambda w: lax.split(w, (2, 4), axis=0)[0]),
+    "rows of a matrix": ("low-rank", taken(0, "clip", (1, 4))),
     "merged rows cut": ("merged", lambda w: w[1:]),
     "a diagonal reversed": ("diagonal", lambda w: lax.rev(w, (0,))),
     "an axis of one repeated": (
@@ -294,19 +319,49 @@ def test_a_sum_is_made_where_its_factors_are_smaller():
     assert rules.make_sum(one(lax.sin, W64), [W64], [FREE]) is None
     halved = one(lambda a, b: lax.dot(a, b, preferred_element_type=jnp.bfloat16), A62, B24)
     assert rules.make_sum(halved, [SUMS["a"], replace(SUMS["b"], dtype=np.int32)], [FREE, FREE]) is None
+    assert rules.make_if_smaller(as_large, [W64, SUMS["low-rank"]], [FREE, FREE]) is not None
+    assert rules.make_if_smaller(as_large, [W64, SUMS["two"]], [FREE, FREE]) is None
     assert rules.move_sum(one(lax.sin, W64), [W64]) is None
+    repeated = one(lambda row: lax.broadcast_in_dim(row, (6, 4), (1,)), ROW)
+    assert rules.move_sum(repeated, [SUMS["vector"], 6]) is None  # as a size is known only when it runs
     assert rules.move_sum(one(lambda: lax.iota(np.int32, 3)), []) is None
 
 
 def test_the_precision_of_a_product_is_that_of_its_operands_or_its_own():
     highest, high = lax.Precision.HIGHEST, lax.Precision.HIGH
     eqn = one(lambda a, b: lax.dot(a, b, precision=high), A62, B24)
-    for of_operand, want in ((None, (high, high)), (highest, highest)):
-        a = replace(SUMS["a"], precision=of_operand)
-        assert rules.make_sum(eqn, [a, SUMS["b"]], [FREE, FREE]).precision == want
+    for of_a, of_b, want in ((None, None, (high, high)), (highest, None, highest), (None, highest, highest)):
+        a, b = replace(SUMS["a"], precision=of_a), replace(SUMS["b"], precision=of_b)
+        assert rules.make_sum(eqn, [a, b], [FREE, FREE]).precision == want
     for f in (lax.add, lax.mul, lambda a, b: lax.concatenate([a, b], 0)):
         pair = [SUMS["two"], replace(SUMS["two"], precision=high)]
-        assert rules.make_sum(one(f, W64, W64), pair, [FREE, FREE]).precision == high
+        for each in (pair, pair[::-1]):
+            assert rules.make_sum(one(f, W64, W64), each, [FREE, FREE]).precision == high
+
+
+def test_what_divides_a_weight_has_its_dtype():
+    eqn = one(lax.div, *2 * [whole(6, 4).astype(jnp.bfloat16)])
+    x, y = (
+        sum_of(product("i o", ("io", (W64 + 4).astype(dtype))), dtype=jnp.bfloat16) for dtype in (jnp.bfloat16, np.int8)
+    )
+    assert [f.array.dtype for f in rules.make_sum(eqn, [x, y], [FREE, FREE]).products[0].factors] == [jnp.bfloat16] * 2
+
+
+def test_factors_are_cast_stopped_and_marked_themselves():
+    x = sum_of(product("i o", ("ir", whole(6, 2)), ("ro", whole(2, 4).astype(np.int8))))
+    (cast,) = rules.move_sum(one(lambda w: lax.convert_element_type(w, jnp.bfloat16), W64), [x])
+    assert [f.array.dtype for f in cast.products[0].factors] == [jnp.bfloat16, np.int8]
+    (stopped,) = rules.move_sum(one(lax.stop_gradient, W64), [x])
+    assert [f.fixed for f in stopped.products[0].factors] == [True, True]
+
+    def on_shard(y):
+        (varying,) = rules.move_sum(one(lambda y: jaxprs.as_varying(y, ["a"]), y), [SUMS["rotated"]])
+        leaves = jax.tree.leaves([f.array for f in varying.products[0].factors])
+        assert [jaxprs.varying_axes([jax.typeof(leaf)]) for leaf in leaves] == [{"a"}, {"a"}]
+        return y
+
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    jax.eval_shape(jax.shard_map(on_shard, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()), W64)
 
 
 def test_the_cost_of_an_output_as_an_array():
@@ -332,8 +387,13 @@ def test_parts_of_one_structure_are_joined_into_one_product():
     eqn = one(lambda v, w: lax.concatenate([v, w], 0), W64, W64)
     stacked = one(lambda v, w: lax.concatenate([v, w], 0), W64[None], W64[None])
     as_stacked = [rules.broadcast_sum(x, (1, 6, 4), (1, 2)) for x in (a, a)]
-    counts = [len(rules.make_sum(eqn, pair, [FREE, FREE]).products) for pair in ([a, a], [a, b])]
-    assert counts == [3, 4]  # as the low ranks have factors without rows, which differ
+    scaled = rules.make_sum(one(lambda w, x: w * x, W64, np.float32(2)), [a, SUMS["scalar"]], [FREE, FREE])
+    pairs = ([a, a], [a, b], [scaled, scaled])
+    counts = [len(rules.make_sum(eqn, pair, [FREE, FREE]).products) for pair in pairs]
+    assert counts == [3, 4, 3]  # as the low ranks have factors without rows, which differ
+    along_columns = one(lambda v, w: lax.concatenate([v, w], 1), *2 * [whole(6, 5)])
+    for p in rules.make_sum(along_columns, [SUMS["repeated"]] * 2, [FREE, FREE]).products:
+        assert [f.fixed for f in p.factors] == [False, True]  # the second are ones
     found = rules.make_sum(stacked, as_stacked, [FREE, FREE])
     assert [[f.array.shape[0] for f in p.factors] for p in found.products] == [[2, 2], [2]]
     fixed = replace(
@@ -358,6 +418,8 @@ def test_a_choice_adds_both_cases_where_they_are_chosen():
     found = rules.select_sum([which, v, W64])
     np.testing.assert_array_equal(array_of_sum(found), np.where(which, W64, array_of_sum(v)))
     assert (found.shape, found.dtype) == ((6, 4), np.float32)
+    arrays = rules.select_sum([which, W64, W64]).products
+    assert [[factor.fixed for factor in p.factors] for p in arrays] == [[False, True]] * 2
     number = rules.select_sum([np.array(1), v, v])
     assert rules.select_sum([np.int32(1), v, v, v]) is None
     assert rules.select_sum([v, v, v]) is None
@@ -384,9 +446,34 @@ def test_only_factors_that_need_the_axis_of_a_look_up_are_repeated():
     alone = replace(x, products=(Product((drawn,), x.products[0].axes),))
     assert shapes(alone) is None
     assert rules.look_up(view_of(eqn), x, [x]) is None
+    assert shapes(sum_of(product("b i o", ("bi", np.ones((3, 6), np.int8)), ("o", np.ones(4, np.int8))))) is None
+    fixed = sum_of(product("b i o", ("bi", np.ones((3, 6), np.int8)), ("o", whole(4)), fixed=(0, 1)))
+    assert shapes(fixed) == [(4, 6), (4, 4)]
     filled = one(taken(0, "fill", (1, 6, 4), fill_value=7), whole(3, 6, 4))
     nearest = rules.look_up(view_of(filled), x, [PLACES], nearest=True)
     np.testing.assert_array_equal(array_of_sum(nearest), array_of_sum(x)[[2, 2, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "nearest", "expected"),
+    [
+        ("fill", False, "fill"),
+        ("clip", False, "clip"),
+        ("promise_in_bounds", False, "promise_in_bounds"),
+        ("fill", True, "clip"),
+        ("clip", True, "clip"),
+        ("promise_in_bounds", True, "promise_in_bounds"),
+    ],
+)
+def test_factors_are_looked_up_in_the_mode_of_the_weight(mode, nearest, expected):
+    view, x = view_of(one(taken(0, mode, (1, 6, 4)), whole(3, 6, 4))), SUMS["one-sided"]
+
+    def factors(places):
+        return [factor.array for factor in rules.look_up(view, x, [places], nearest=nearest).products[0].factors]
+
+    kinds = [view_of(eqn) for eqn in jax.make_jaxpr(factors)(PLACES).eqns]
+    modes = {view.mode for view in kinds if isinstance(view, Gather)}
+    assert modes == {lax.GatherScatterMode.from_any(expected)}
 
 
 PLACED = {

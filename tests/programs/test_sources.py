@@ -35,12 +35,20 @@ def test_the_line_of_an_equation_is_the_innermost_of_the_user():
     assert named(sources.line_of(eqn), "<lambda>")
 
 
-def test_a_notebook_cell_has_no_file():
+def line_in(file):
+    """The line of a sine in a file of this name."""
     names = {}
-    exec(
-        compile("import jax.numpy as jnp\ndef f(x):\n    return jnp.sin(x)", "/tmp/ipykernel_12/3456.py", "exec"), names
-    )
-    assert sources.line_of(program(names["f"], X).eqns[0]).startswith("<cell>:3")
+    exec(compile("import jax.numpy as jnp\ndef f(x):\n    return jnp.sin(x)", file, "exec"), names)
+    return sources.line_of(program(names["f"], X).eqns[0])
+
+
+def test_a_notebook_cell_has_no_file():
+    assert line_in("/tmp/ipykernel_12/3456.py").startswith("<cell>:3")
+
+
+def test_packages_beside_this_one_are_the_users():
+    beside = str(Path(sources.__file__).parents[1]) + "_models/model.py"
+    assert line_in(beside).startswith(f"{beside}:3")
 
 
 def without_lines(jaxpr):
@@ -52,9 +60,8 @@ def test_an_equation_without_a_line_has_that_of_the_equation_around_it():
     call = program(lambda x: jax.jit(sine)(x), X)
     (inside,) = jaxprs.inner_programs(call.eqns[0])
     lines = sources.lines_by_origin(call, "outside")
-    assert [
-        named(lines[jaxprs.origin(eqn)], name) for eqn, name in ((call.eqns[0], "<lambda>"), (inside.eqns[0], "sine"))
-    ]
+    assert named(lines[jaxprs.origin(call.eqns[0])], "<lambda>")
+    assert named(lines[jaxprs.origin(inside.eqns[0])], "sine")
     assert set(sources.lines_by_origin(without_lines(program(sine, X)), "outside").values()) == {"outside"}
     cut = without_lines(inside)
     eqn = call.eqns[0].replace(params=call.eqns[0].params | {"jaxpr": call.eqns[0].params["jaxpr"].replace(jaxpr=cut)})
@@ -68,6 +75,7 @@ def test_the_line_of_an_output_is_inside_its_call():
     (eqn,) = program(two, X).eqns
     lines = [sources.line_of_output(eqn, i, {}) for i in range(3)]
     assert [named(line, name) for line, name in zip(lines, ("sine", "two", "<lambda>"), strict=True)] == [True] * 3
+    assert named(sources.describe_read(eqn, "reads it", {}), "sine")
     (cut,) = without_lines(program(sine, X)).eqns
     assert sources.line_of_output(cut, 0, {jaxprs.origin(cut): "around"}) == "around"
     assert sources.line_of_output(cut, 0, {}) == ""

@@ -4,21 +4,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.dtypes import float0
 from jax.experimental import io_callback
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
 from reparax.programs import jaxprs, steps
 
 W = jnp.asarray(np.arange(24, dtype=np.float32).reshape(3, 2, 4) - 7, np.float32)
 TABLE = jnp.asarray(np.array([0.5, 7, -2], np.float32), np.float32)
+SIGNS = jnp.asarray(np.where(np.arange(24).reshape(3, 2, 4) % 5, 1, -1), np.float32)
 B = jnp.asarray(np.arange(3, dtype=np.float32).reshape(3, 1, 1) + 2, np.float32)
 
 
+def with_derivative(function, derivative):
+    """A function of one array with this rule for its value and its tangent."""
+    function = jax.custom_jvp(function)
+    function.defjvp(lambda x, dx: derivative(*x, *dx))
+    return function
+
+
+doubled = with_derivative(lambda x: x * 2, lambda x, dx: (doubled(x), dx * 5))
+mixed = with_derivative(lambda x: jnp.cumsum(x, axis=0), lambda x, dx: (x, dx))
+mixed_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (x * 2, jnp.cumsum(dx, axis=0)))
+whole_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (jnp.zeros_like(x) + jnp.max(x), dx))
+rounded = with_derivative(lambda x: x.astype(int), lambda x, dx: (x.astype(int), np.zeros(x.shape, float0)))
+of_another = with_derivative(lambda x: mixed_in_its_derivative(x), lambda x, dx: (x * 2, dx * 2))
+
+
 @jax.custom_jvp
-def doubled(x):
+def of_two(x, y):
+    return x * y.astype(x.dtype)
+
+
+of_two.defjvp(lambda x, dx: (of_two(*x), dx[0] * x[1].astype(x[0].dtype)))
+
+
+def printed(x):
+    jax.debug.print("here")
     return x * 2
-
-
-doubled.defjvp(lambda primals, tangents: (doubled(*primals), tangents[0] * 5))
 
 
 FUNCTIONS = {
@@ -28,16 +53,19 @@ FUNCTIONS = {
     "sums": lambda w, b: w / jnp.sum(jnp.abs(w), axis=1, keepdims=True) + jnp.max(w, axis=2, keepdims=True),
     "products": lambda w, b: jnp.einsum("lij,lkj->lik", w, w),
     "counted": lambda w, b: (
-        w * jax.lax.broadcasted_iota(jnp.float32, w.shape, 0) + jax.lax.broadcasted_iota(jnp.float32, w.shape, 2)
+        w * lax.broadcasted_iota(jnp.float32, w.shape, 0) + lax.broadcasted_iota(jnp.float32, w.shape, 2)
     ),
     "cut and joined": lambda w, b: jnp.concatenate([w[:, :1], w], axis=1)[:, :, 1:],
     "split": lambda w, b: jnp.split(w, 2, axis=2)[1],
     "a whole number": lambda w, b: jnp.where(w > 0, jnp.full((2, 4), 0.5), w),
     "stacked": lambda w, b: jnp.stack([w, -w], axis=2),
     "looked up": lambda w, b: TABLE[jnp.abs(w).astype(jnp.int32) % 3],
-    "an axis less": lambda w, b: jax.lax.squeeze(b * 2, (2,)) + jnp.max(w, axis=2),
+    "an axis less": lambda w, b: lax.squeeze(b * 2, (2,)) + jnp.max(w, axis=2),
     "a whole value in a call": lambda w, b: jax.jit(lambda w, b: w * jnp.max(b))(w, b),
-    "called": lambda w, b: jax.jit(lambda w, b: doubled(w) * jnp.exp(-b))(w, b),
+    "called": lambda w, b: jax.jit(lambda w, b: (w, doubled(w) * jnp.exp(-b)))(w, b)[1],
+    "a function with another derivative": lambda w, b: of_another(w),
+    "a table that counts": lambda w, b: w @ lax.broadcasted_iota(jnp.float32, (4, 5), 0),
+    "small in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 << 13)) * b[0, 0, 0]))(w, b),
 }
 
 
@@ -54,7 +82,7 @@ def test_a_part_is_computed_from_parts_of_inputs(name):
     @jax.jit
     def part_and_whole(i, read, w, b):
         pairs = zip(read, plan.parts, strict=True)
-        parts = [x if axis is None else jax.lax.dynamic_slice_in_dim(x, i, 1, axis) for x, (_, axis) in pairs]
+        parts = [x if axis is None else lax.dynamic_slice_in_dim(x, i, 1, axis) for x, (_, axis) in pairs]
         return plan.run(i, parts)[0], FUNCTIONS[name](w, b)
 
     for i in range(3):
@@ -62,20 +90,6 @@ def test_a_part_is_computed_from_parts_of_inputs(name):
         np.testing.assert_allclose(part, np.asarray(whole)[i : i + 1], rtol=1e-6)
 
 
-@jax.custom_jvp
-def mixed_in_its_derivative(x):
-    return x * 2
-
-
-mixed_in_its_derivative.defjvp(lambda x, dx: (x[0] * 2, jnp.cumsum(dx[0], axis=0)))
-
-
-@jax.custom_jvp
-def of_two(x, y):
-    return x * y.astype(x.dtype)
-
-
-of_two.defjvp(lambda x, dx: (of_two(*x), dx[0] * x[1].astype(x[0].dtype)))
 MIXED = {
     "sums along it": lambda w, b: jnp.cumsum(w, axis=0),
     "sorted": lambda w, b: jnp.sort(w, axis=0),
@@ -89,13 +103,20 @@ MIXED = {
     "stacked along it": lambda w, b: jnp.stack([w, w], axis=0),
     "places for each": lambda w, b: jax.vmap(lambda w, i: w[i])(w, jnp.array([0, 1, 0])) * 2,
     "a part of a table": lambda w, b: w[:, jnp.array([1, 0])] * 2,
+    "a constant in a call": lambda w, b: jax.jit(lambda w: w * SIGNS)(w),
+    "a part and the whole in a call": lambda w, b: jax.jit(lambda w: w * jnp.max(w))(w),
     "in a call": lambda w, b: jax.jit(lambda w: w * jnp.cumsum(w, axis=0))(w),
     "along two axes in a call": lambda w, b: jax.jit(lambda v: v * v.T)(w[:, 0, :3]),
-    "large in a call": lambda w, b: jax.jit(lambda w: w[:, :, 0] @ (jnp.ones((2, 1 << 14)) * w[0, 0, 0]))(w),
+    "large in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 + 8192)) * b[0, 0, 0]))(w, b),
+    "printed in a call": lambda w, b: jax.jit(printed)(w),
+    "whole in its derivative": lambda w, b: whole_in_its_derivative(w),
+    "in its values": lambda w, b: mixed(w),
+    "in a derivative in a call": lambda w, b: jax.jit(mixed_in_its_derivative)(w),
     "in its derivative": lambda w, b: mixed_in_its_derivative(w),
     "one value read twice": lambda w, b: of_two(w, w),
     "a number read": lambda w, b: of_two(w, np.float32(2)),
-    "no tangent": lambda w, b: of_two(w, jnp.int32(2)),
+    "an operand without a tangent": lambda w, b: of_two(w, w.astype(jnp.int32)),
+    "an output without a tangent": lambda w, b: rounded(w),
 }
 
 
@@ -115,5 +136,90 @@ def test_a_part_has_the_derivative_of_its_own():
     ((v, axis),) = plan.parts
     assert inputs[v] is W
     assert axis == 0
-    slope = jax.jit(jax.grad(lambda w: jnp.sum(plan.run(jnp.int32(0), [w])[0])))(np.asarray(W)[:1])
-    np.testing.assert_array_equal(slope, np.full((1, 2, 4), 5.0))
+
+    def part(w):
+        return plan.run(jnp.int32(0), [w])[0]
+
+    @jax.jit
+    def slopes(w):
+        ones = jnp.ones_like(w)
+        by_rule = jax.jvp(lambda w: jax.jvp(part, (w,), (ones,))[0], (w,), (ones,))[1]
+        return jax.grad(lambda w: jnp.sum(part(w)))(w), by_rule
+
+    np.testing.assert_array_equal(slopes(np.asarray(W)[:1]), np.full((2, 1, 2, 4), 5.0))
+
+
+def outputs_and_parts(function, axis, *shapes):
+    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)).jaxpr
+    plan = steps.plan(jaxpr, [(jaxpr.outvars[0], axis)])
+    return jaxpr, plan, [(jaxpr.invars.index(v) if v in jaxpr.invars else "other", axis) for v, axis in plan.parts]
+
+
+def dot(contracting, batch):
+    return lambda x, y: lax.dot_general(x, y, (contracting, batch))
+
+
+PLACES = np.array([[1], [0]], np.int32)
+READ = [  # what is computed, the shapes of the operands, and for each axis what is read
+    (lax.mul, [(3, 4), (1, 4)], [[(0, 0), (1, None)], [(0, 1), (1, 1)]]),
+    (lambda x: lax.select_n(x > 0, x, x), [(3, 4)], [[(0, 0)], [(0, 1)]]),
+    (
+        lambda x: lax.broadcast_in_dim(x, (5, 4, 3), (2, 1)),
+        [(1, 4)],
+        [[(0, None)], [(0, 1)], [(0, None)]],
+    ),
+    (lambda x: lax.squeeze(x, (1,)), [(3, 1, 4)], [[(0, 0)], [(0, 2)]]),
+    (lambda x: jnp.max(x, 0), [(3, 2, 4)], [[(0, 1)], [(0, 2)]]),
+    (lambda x: jnp.sum(x, (0, 2)), [(3, 2, 4, 5)], [[(0, 1)], [(0, 3)]]),
+    (lambda x: lax.transpose(x, (2, 0, 1)), [(3, 2, 4)], [[(0, 2)], [(0, 0)], [(0, 1)]]),
+    (lambda x: x[:, 1:], [(3, 2)], [[(0, 0)], [("other", 1)]]),
+    (lambda x, y: lax.concatenate([x, y], 1), [(3, 2), (3, 4)], [[(0, 0), (1, 0)], [("other", 1)]]),
+    (lambda x: lax.split(x, (1, 2), axis=1)[0], [(4, 3)], [[(0, 0)], [("other", 1)]]),
+    (lambda x: x.reshape(6, 4), [(3, 2, 4)], [[("other", 0)], [(0, 2)]]),
+    (lambda x: x.reshape(2, 3, 4), [(3, 2, 4)], [[("other", 0)], [("other", 1)], [(0, 2)]]),
+    (lambda x: x.reshape(3, 2, 2, 2), [(3, 2, 4)], [[(0, 0)], [(0, 1)], [("other", 2)], [("other", 3)]]),
+    (lambda x: lax.reshape(x, (3, 4), dimensions=(1, 0)), [(4, 3)], [[("other", 0)], [("other", 1)]]),
+    (
+        lambda x: lax.gather(x, PLACES, lax.GatherDimensionNumbers((0, 2), (1,), (1,)), (3, 1, 4)),
+        [(3, 2, 4)],
+        [[("other", 0)], [(0, None), ("other", 0)], [("other", 2)]],
+    ),
+    (
+        lambda x: lax.gather(x, PLACES, lax.GatherDimensionNumbers((1,), (1,), (1,), (0,), (0,)), (1, 1, 4)),
+        [(2, 3, 4)],
+        [[("other", 0)], [("other", 1)]],
+    ),
+    (dot(((1,), (0,)), ((), ())), [(3, 2), (2, 4)], [[(0, 0), (1, None)], [(0, None), (1, 1)]]),
+    (dot(((1,), (1,)), ((2,), (0,))), [(3, 2, 5), (5, 2)], [[(0, 2), (1, 0)], [(0, 0), (1, None)]]),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "expected"), READ)
+def test_the_axes_along_which_operands_are_read(function, shapes, expected):
+    for axis, parts in enumerate(expected):
+        assert outputs_and_parts(function, axis, *shapes)[2] == parts
+
+
+def test_each_part_is_read_and_computed_once_and_keeps_its_line():
+    def twice(x):
+        y = jnp.tanh(x)
+        return y * jnp.sin(y) + x
+
+    jaxpr, plan, parts = outputs_and_parts(twice, 0, (3, 4))
+    assert parts == [(0, 0)]
+    assert [each.eqn for each in plan.computations] == jaxpr.eqns
+    found = jax.make_jaxpr(lambda x: plan.run(0, [x]))(np.ones((1, 4), np.float32))
+    assert [jaxprs.lines(eqn)[0] for eqn in found.eqns] == [jaxprs.lines(eqn)[0] for eqn in jaxpr.eqns]
+
+
+def test_what_is_laid_over_devices_is_read_whole():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = jax.device_put(np.ones((3, 4), np.float32), jax.sharding.NamedSharding(mesh, PartitionSpec(None, "a")))
+    jaxpr = jax.make_jaxpr(jnp.sin)(x).jaxpr
+    assert steps.plan(jaxpr, [(jaxpr.outvars[0], 0)]).parts == [(jaxpr.outvars[0], 0)]
+
+
+def test_a_literal_is_no_part():
+    jaxpr = jax.make_jaxpr(jnp.sin)(W).jaxpr
+    literal = Literal(W, jaxpr.invars[0].aval)
+    assert steps._parts_in_body(jaxpr, [(literal, 0)], 0, differentiable=True) is None

@@ -43,6 +43,26 @@ def test_sizes_that_are_not_known_are_not_split():
     assert p.factors[0].size == 4 * sums.UNKNOWN**2
 
 
+def test_a_sum_multiplies_by_ones_only_along_axes_that_no_factor_has():
+    for p, axis, n_factors in [(LOW_RANK, 0, 2), (REPEATED, 0, 1), (REPEATED, 1, 2), (DIAGONAL, 0, 2)]:
+        found = p.sum([axis])
+        np.testing.assert_array_equal(array_of(found), array_of(p).sum(axis))
+        assert len(found.factors) == n_factors
+
+
+def test_sizes_of_zero_are_not_split():
+    empty = Product.of(np.zeros((0, 3), np.float32), fixed=True)
+    assert [empty.reshape(shape) for shape in [(0, 3), (3, 0), (0, 1, 3)]] == [None] * 3
+
+
+def test_products_are_not_contracted_along_an_axis_that_no_factor_has():
+    numbers = (((1,), (1,)), ((), ()))
+    (eqn,) = jax.make_jaxpr(lambda a: lax.dot_general(a, a, numbers))(whole(6, 5)).eqns
+    assert sums.contract(view_of(eqn), REPEATED, REPEATED) is None
+    of_data = sums.contract(view_of(eqn), REPEATED, Product.of(whole(6, 5), fixed=False))
+    np.testing.assert_array_equal(array_of(of_data), array_of(REPEATED) @ whole(6, 5).T)
+
+
 @pytest.mark.parametrize("operand", [0, 1])
 def test_data_meet_each_of_several_weights(operand):
     x = whole(6, 3, seed=4)
@@ -127,6 +147,7 @@ def test_a_circulant_matrix_is_its_first_column_rotated(numbers):
         np.testing.assert_allclose(
             sums.inverse_fourier(jnp.array(frequencies), n, numbers.dtype), dense @ vector, atol=1e-5
         )
+    assert matrix.spectrum(transposed=False).shape[-1] == (n if np.iscomplexobj(numbers) else n // 2 + 1)
     assert matrix.astype(jnp.complex64).dtype == jnp.complex64
     assert Circulant(jnp.ones(3, jnp.bfloat16)).spectrum(transposed=False).dtype == jnp.complex64
 
@@ -144,7 +165,7 @@ def test_rows_are_in_groups_one_after_another():
 
 F32, BF16, F16, C64, E8M0 = np.float32, jnp.bfloat16, np.float16, np.complex64, ml_dtypes.float8_e8m0fnu
 E5M2, E4M3, B11 = ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3b11fnuz
-I8, I16, I32, U8, BOOL = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool))
+I8, I16, I32, U8, BOOL, U4 = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool, ml_dtypes.uint4))
 DTYPES = {
     sums.has_range: ([(F32,), (BF16,), (C64,)], [(F16,), (I32,), (E8M0,)]),
     sums.covers: (
@@ -153,7 +174,8 @@ DTYPES = {
     ),
     sums.holds_exactly: (
         [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)],
-        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)],
+        [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)]
+        + [(E5M2, x) for x in (E4M3, U4)],
     ),
     sums.is_narrowing_cast: (
         [(F32, F32), (F32, BF16), (C64, C64), (F16, BF16)],

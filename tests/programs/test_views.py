@@ -166,6 +166,15 @@ def test_a_ragged_product_says_which_axes_have_groups():
     assert (view.contracting, view.batch, view.ragged, view.group) == (((2,), (1,)), ((), ()), 1, 0)
     assert (tuple(view.axes_of_sizes), view.is_whole) == ((0,), True)
     assert set(view.precision) == {lax.Precision.HIGHEST}
+    assert not RaggedDot(view.eqn.replace(params=view.eqn.params | {"group_offset": 1})).is_whole
+    numbers = lax.RaggedDotDimensionNumbers((([3], [2]), ([1], [0])), [2], [1])
+    args = np.ones((6, 2, 5, 3)), np.ones((2, 4, 3, 7)), np.ones((2, 6, 4), np.int32)
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), *args)
+    assert view.axes_of_sizes == (1, 0)
+    numbers = lax.RaggedDotDimensionNumbers((([0, 2], [0, 2]), ([1], [1])), [2], [])
+    args = np.ones((6, 2, 5, 3)), np.ones((6, 2, 5, 7)), np.ones((2, 6, 4), np.int32)
+    view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), *args)
+    assert view.axes_of_sizes == (1, 0)
     numbers = lax.RaggedDotDimensionNumbers((([1], [0]), ([], [])), [1], [])
     view = the(RaggedDot, lambda *args: lax.ragged_dot_general(*args, numbers), x, np.ones((5, 6)), sizes[0])
     assert (view.ragged, view.group, tuple(view.axes_of_sizes), view.is_whole) == (1, None, (), True)
@@ -198,6 +207,8 @@ def test_a_gather_of_rows_says_their_axis():
         Gather, lambda x: x.at[rows].get(mode="fill", fill_value=7, indices_are_sorted=True, unique_indices=True), X
     )
     assert (view.mode, view.fill_value) == (lax.GatherScatterMode.FILL_OR_DROP, 7)
+    assert the(Gather, lambda x: x.at[rows].get(mode="clip", fill_value=7), X).fill_value is None
+    assert np.isnan(the(Gather, lambda x: x.at[rows].get(mode="fill"), X).fill_value)
     assert view.hints == {"indices_are_sorted": True, "unique_indices": True}
     assert view.dimension_numbers.offset_dims == (1, 2)
 
@@ -209,8 +220,11 @@ def test_a_gather_of_rows_says_their_axis():
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 2, 4)),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2, 3), (), (0,)), (1, 3, 4)),
+        lambda x, n: lax.gather(
+            x[:1], n[:, :2], lax.GatherDimensionNumbers((1,), (0, 1), (0, 1)), (1, 1, 4), mode="clip"
+        ),
     ],
-    ids=["two axes", "a row of each", "parts of rows", "an axis of size one"],
+    ids=["two axes", "a row of each", "parts of rows", "an axis of size one", "two axes, one of size one"],
 )
 def test_another_gather_has_no_axis(function):
     assert the(Gather, function, X, N).axis is None
@@ -224,10 +238,19 @@ def test_a_gather_says_which_axis_has_one_index_and_which_number_says_it():
     assert view.entry_axis_and_column == (1, 1)
     numbers = lax.GatherDimensionNumbers((1, 2, 3), (), (0,))
     assert the(Gather, lambda x, n: lax.gather(x, n[:, :1], numbers, (1, 3, 4)), X, N).entry_axis_and_column == (0, 0)
+    numbers = lax.GatherDimensionNumbers((1,), (0, 1), (0, 1))
+    view = the(Gather, lambda x, n: lax.gather(x[:1, :1], n[:, :2], numbers, (1, 1, 4), mode="clip"), X, N)
+    assert view.entry_axis_and_column == (0, 0)
+    numbers = lax.GatherDimensionNumbers((1, 2), (1,), (0, 1))
+    view = the(Gather, lambda x, n: lax.gather(x[:, :1], n[:, :2], numbers, (2, 1, 4), mode="clip"), X, N)
+    assert view.entry_axis_and_column == (1, 1)
     for other in (
         lambda x, n: x[n, n],
         lambda x, n: jax.vmap(lambda row, i: row[i])(x, n[:, 0]),
+        lambda x, n: jax.vmap(lambda row, i: row[i])(x[:1], n[:1, 0]),
         lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 2, 4)),
+        lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2, 3), (), (0,)), (2, 1, 4)),
+        lambda x, n: lax.gather(x, n[:, :1], lax.GatherDimensionNumbers((1, 2, 3), (), (1,)), (2, 2, 4)),
     ):
         assert the(Gather, other, X, N).entry_axis_and_column is None
 
@@ -397,6 +420,7 @@ def test_a_gather_takes_whole_or_partial_axes():
         mode: (lambda x, n, m=mode: lax.gather(x, n[:, :2], numbers, (1, 2, 4), mode=m)) for mode in ("fill", "clip")
     }
     assert {mode: the(Gather, f, X, N).partial_axes for mode, f in settings.items()} == {"fill": (0, 1), "clip": (0, 1)}
+    assert the(Gather, lambda x, n: lax.gather(x[:1], n, numbers, (1, 3, 4)), X, N[:, :2]).partial_axes == (0,)
     whole = {m: (lambda x, n, m=m: lax.gather(x, n[:, :2], numbers, (1, 3, 4), mode=m)) for m in ("fill", "clip")}
     # In the mode that fills, an index along the other axis may be out of bounds.
     assert {m: the(Gather, f, X, N).entry_axis_and_column for m, f in whole.items()} == {"fill": None, "clip": (0, 0)}

@@ -93,6 +93,7 @@ WAITING = {
     "an input that is not small": (lambda a, b: a * jnp.tile(b, 8), [(64,), (8,)], "b"),
     "the smaller half": (lambda a, b: jnp.sin(a) * b[:, None], [(8, 8), (8,)], "ab"),
     "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "ab"),
+    "a kernel": (lambda a, b: lax.conv(a * 2, b * 2, (1, 1), "SAME"), [(1, 2, 8, 8), (2, 2, 3, 3)], "ab"),
     "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
     "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
     "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),

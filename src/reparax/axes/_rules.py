@@ -209,7 +209,7 @@ def _gather(view: Gather, values: Sequence[Value]) -> Axes:
             return whole[index]
         # Table axis ``k`` has the index ``-1 - k`` if slices take only a part of it. Where each slice starts is
         # unknown.
-        return _slice_axis(table.axes[-1 - index], 0, 1) if size == 1 else one_part(size, [table.axes[-1 - index]])
+        return (Part(1, varies=False),) if size == 1 else one_part(size, [table.axes[-1 - index]])
 
     return tuple(map(axis, contraction.output, view.type.shape))
 

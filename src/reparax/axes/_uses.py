@@ -236,7 +236,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
     def _add_other_read(self, value: Value, line: str) -> None:
         """Records that an equation reads a weight other than in a product, once for each parameter of the weight."""
         parameters = {parameter for parameter, _ in value.origins | value.stacked}
-        self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
+        self.extend(OtherRead(parameter, line) for parameter in parameters)
 
 
 def _source_of_outputs(view: View, operands: Sequence[Value]) -> Source:

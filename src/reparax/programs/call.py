@@ -50,7 +50,7 @@ class Arguments:
 
         ``who`` names the call in error messages. Keyword arguments are never chosen, and their leaves come last.
         """
-        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
         chosen_positions = _chosen_positions(who, argnums, args)
         flags = [i in chosen_positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))

@@ -440,11 +440,9 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     The list is empty if there is no ``apply``, or if the ``apply`` is inside an equation that reparax cannot run with
     another body, such as a while loop.
     """
-    if not jaxprs.inner_programs(eqn):
-        return []
     if is_apply(eqn):
         return variables(eqn.invars)
-    if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
+    if jaxprs.runner_of(eqn) is None:
         return []
     jaxpr, consts = jaxprs.body(eqn)
     # The first inputs of the body are its constants, which are not operands of the equation.
@@ -459,11 +457,6 @@ def _is_key_or_number(v: Any) -> bool:
     return is_legacy_key or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def holds_apply(eqn: JaxprEqn) -> bool:
-    """Returns whether a body of an equation contains the ``apply`` of a parametrization."""
-    return any(map(contains_apply, jaxprs.inner_programs(eqn)))
-
-
 def contains_apply(jaxpr: Jaxpr) -> bool:
     """Returns whether a jaxpr contains the ``apply`` of a parametrization, possibly inside the bodies of equations."""
-    return any(jaxprs.inner_programs(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
+    return any(is_apply(eqn) or any(map(contains_apply, jaxprs.inner_programs(eqn))) for eqn in jaxpr.eqns)

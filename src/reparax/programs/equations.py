@@ -198,7 +198,7 @@ class Gather(View, names=("gather",)):
     mode = Param[lax.GatherScatterMode]()
     """How out-of-bounds indices are handled."""
     fill_value = Param[Any]()
-    """The result for an out-of-bounds index in the mode ``"fill"``; None for JAX's default value for the dtype."""
+    """The result for an out-of-bounds index in the mode ``"fill"``; None in all other modes."""
     slice_sizes = Param[Sequence[int]]()
     """The size of a slice along each axis of the first operand."""
 
@@ -282,10 +282,8 @@ class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduc
         An axis is unchanged if windows have size 1 and stride 1 along the axis, without dilation or padding.
         """
         params = self.eqn.params
-        pads = params["padding"]
-        dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
-        numbers = zip(params["window_dimensions"], params["window_strides"], dilations, strict=True)
-        return [{*ones} == {1} and tuple(pad) == (0, 0) for ones, pad in zip(numbers, pads, strict=True)]
+        numbers = zip(params["window_dimensions"], params["window_strides"], params["base_dilation"], strict=True)
+        return [{*ones} == {1} and tuple(pad) == (0, 0) for ones, pad in zip(numbers, params["padding"], strict=True)]
 
 
 class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):

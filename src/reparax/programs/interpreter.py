@@ -164,8 +164,8 @@ class _Evaluation:
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._formed: dict[Any, Any] = {}
         self._facts: Mapping[Any, Facts] = dependence.analyze(jaxpr, facts, interpreter.rules.analysis)
-        # ``_reads`` counts the remaining equations that read each variable. Outputs of deferred equations are kept only
-        # if they will still be read.
+        # ``_reads`` counts the equations that read each variable, except deferred equations already evaluated. Outputs
+        # of deferred equations are kept only if other equations read them.
         self._reads = jaxprs.count_reads(jaxpr)
         # Deferred equations run on arrays. They are evaluated together, at the latest when the rules need values.
         self._deferred: list[JaxprEqn] = []
@@ -194,9 +194,8 @@ class _Evaluation:
         outs = self._keep_factors(eqn, facts)
         if outs is None:
             self._deferred.append(eqn)
-            return
-        self._reads.subtract(jaxprs.variables(eqn.invars))
-        self._env.update(zip(eqn.outvars, outs, strict=True))
+        else:
+            self._env.update(zip(eqn.outvars, outs, strict=True))
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """Computes the outputs of an equation that keeps a ``Sum`` factored or returns its operands unchanged.
@@ -389,13 +388,12 @@ class _Slices:
 def _with_axis_first(factor: Factor, axis: AxisLabels) -> Any:
     """Moves the axis that a scan slices to the front of a factor's array; returns None if the factor lacks the axis.
 
-    ``axis`` holds the label of the sliced axis. If the scan has only one step, the axis has no label, and every factor
-    gets a new first axis of size 1.
+    ``axis`` holds the label of the sliced axis. If the scan has only one step, the axis has no label, so no factor is
+    sliced.
     """
-    if not axis:
-        return factor.dense[None]
-    (label,) = axis
-    return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
+    if axis_of_factor := [i for i, label in enumerate(factor.labels) if label in axis]:
+        return jnp.moveaxis(factor.dense, axis_of_factor, [0])
+    return None
 
 
 def _interpret_scan(operation: Operation) -> Outs:
@@ -492,8 +490,7 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
         return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
 
     indices = [step.index for step in steps]
-    step_specs = [None if index is None else PartitionSpec() for index in indices]
-    return list(jaxprs.run_sharded(eqn, body_on_shard, (specs, step_specs), (operands, indices)))
+    return list(jaxprs.run_sharded(eqn, body_on_shard, (specs, PartitionSpec()), (operands, indices)))
 
 
 def _facts_on_shard(facts: Facts, spec: Any) -> Facts:

@@ -280,8 +280,8 @@ def batch_program(
         out_dims[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
         return outs
 
-    jax.make_jaxpr(jax.vmap(note_batch_axes, tuple(dims), 0, **settings))(*args)
-    batched = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), out_dims, **settings)
+    jax.make_jaxpr(jax.vmap(note_batch_axes, dims, 0, **settings))(*args)
+    batched = jax.vmap(lambda *args: evaluate(jaxpr, args), dims, out_dims, **settings)
     return *consts_first(jax.make_jaxpr(batched)(*args)), out_dims
 
 
@@ -324,7 +324,7 @@ def _any_is_traced(args: Sequence[Any]) -> bool:
     Differentiation alone does not hide the contents of an array, because its tracer holds them as the primal. In a
     second derivative, the primal is again a tracer with a primal.
     """
-    primals = list(args)
+    primals = args
     while any(map(_is_linearized, primals)):
         primals = [x.primal if _is_linearized(x) else x for x in primals]
     return any(isinstance(x, Tracer) for x in primals)
@@ -593,7 +593,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
     JAX also records the use of a mesh axis as an effect. This effect is ignored because it does not restrict how often
     the equation runs.
     """
-    return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def policy_of(eqn: JaxprEqn) -> Any:

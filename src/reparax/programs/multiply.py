@@ -267,8 +267,7 @@ def multiply_pair(a: Factor, b: Factor, keep: Labels, numerics: Numerics) -> Fac
     fixed = a.fixed and b.fixed
     # The product is elementwise if it sums over no label and one factor has all labels of the other.
     if not pair.contracting and not (pair.free_a and pair.free_b):
-        long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
-        labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
+        labels = b.labels if pair.free_b else a.labels
         return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, fixed)
     numbers = dot_numbers(a.labels, b.labels, pair.contracting, pair.batch)
     array = jax.lax.dot_general(x, y, numbers, precision=numerics.precision, preferred_element_type=numerics.result)
@@ -437,8 +436,12 @@ def split_off_segments(
     if group not in out_labels | other_labels:
         return [*other_factors, Factor(segments.array.row_mask(), (*batch_labels, rows), fixed=True)], None, None
     # If no other factor has rows, no pair combines rows with groups. The output must have either rows or groups,
-    # because the output of a ``ragged_dot_general`` never has both or neither.
-    if rows not in other_labels or (rows in out_labels) == (group in out_labels):
+    # because the output of a ``ragged_dot_general`` never has both or neither. The output and every factor that has
+    # rows must also have the batch axes of the group sizes, so that no pair sums over these axes before it is matched
+    # with the sizes.
+    with_rows = [factor for factor in other_factors if rows in factor.labels]
+    has_batch = all(out_labels.intersection(factor.labels).issuperset(batch_labels) for factor in with_rows)
+    if not with_rows or not has_batch or (rows in out_labels) == (group in out_labels):
         return list(factors), None, None
     return other_factors, segments, Link(rows, group, keeps_rows=rows in out_labels)
 
@@ -469,8 +472,7 @@ def _multiply_rows(a: Factor, b: Factor, keep: Labels, numerics: Numerics, segme
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     pair = _Pair.of(a, b, keep)
     batch_labels = segments.labels[:-2]
-    # A ``ragged_dot_general`` must sum over a label, and its left operand must have the batch axes of the group sizes.
-    if not pair.contracting or not set(batch_labels) <= set(a.labels):
+    if not pair.contracting:  # A ``ragged_dot_general`` must sum over a label.
         return multiply_pair(a, _part_of_each_row(b, segments, numerics), keep, numerics)
     # ``ragged_dot_general`` requires axes of ``a`` along which group sizes differ to come before the row axis. The
     # sizes must have all axes that come before the row axis.

@@ -273,7 +273,7 @@ def _can_fill_factors(view: equations.Gather) -> bool:
     are zero and products of NaNs are NaN. Both also give the same result in modes without a fill value.
     """
     fill = view.fill_value
-    return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
+    return fill is None or fill == 0 or math.isnan(fill)
 
 
 def _take_from_product(
@@ -567,7 +567,7 @@ def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
     """Reshapes a scalar ``Sum`` to ``ndim`` axes of size 1, as from () to (1, 1); keeps any other ``Sum`` as it is."""
-    if x.ndim or not ndim:
+    if x.ndim:
         return x
     products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
     return replace(x, products=products, shape=(1,) * ndim)

@@ -97,7 +97,7 @@ def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
     "raw/w". If there is no common prefix, the result is "of several parameters", or "closed over" if the inputs have no
     paths.
     """
-    split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
+    split_paths = [paths[i].split("/") for i in origins if i in paths]
     if len({names[0] for names in split_paths}) > 1:  # Different arguments hold parts of a tree.
         split_paths = [names[1:] for names in split_paths]
     common: list[str] = []

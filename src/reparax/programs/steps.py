@@ -351,10 +351,9 @@ def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, diffe
     whole_values = [v for v, _ in parts_inside]
     # ``prefix`` is the jaxpr that computes these whole values. It has only the inputs that it needs.
     prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
-    input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
-    input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
-    axes = dict(input_parts)
-    if any(axes[v] != axis for v, axis in input_parts):  # An input is needed along two axes.
+    needed_parts = [*body_plan.parts, *((v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars))]
+    axes = dict(needed_parts)
+    if any(axes[v] != axis for v, axis in needed_parts):  # An input is needed along two axes.
         return None
 
     def parts_of_outputs(step: Any, *inputs: Any) -> list[Any]:

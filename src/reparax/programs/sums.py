@@ -174,7 +174,7 @@ class Product:
         summed = self.squeeze(axes)
         remaining = self.labels.union(*summed.axes)
         lost = dict.fromkeys(label for label in self.labels_of_axes if label not in remaining)
-        ones = tuple(Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in lost)
+        ones = [Factor(jnp.ones(label.size, self.factors[0].array.dtype), (label,), fixed=True) for label in lost]
         return replace(summed, factors=(*self.factors, *ones))
 
     def broadcast(self, shape: Shape, dimensions: Sequence[int]) -> "Product":
@@ -411,8 +411,8 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
     """
     if a == b and any(map(jax.export.is_symbolic_dim, a)):  # Equal shapes need no split.
         return [[n] for n in a], [[n] for n in b]
-    # Sizes cannot be divided if one of them is 0 or symbolic.
-    if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
+    # Sizes cannot be divided if one of them is 0 or symbolic. Both shapes have a size of 0 if one of them does.
+    if 0 in a or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
     # ``ends`` holds the cumulative products of the sizes of both shapes. Both shapes are split at all of these.
     ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
