@@ -619,6 +619,7 @@ def test_parts_of_a_model_are_called_where_they_are_and_leave_what_they_set() ->
     assert (raw.calls, raw.notes, "first" in vars(raw)) == (2, ("note", 2), False)
     np.testing.assert_array_equal(raw.memory[...], W)
     assert type(raw.memory) is nnx.Cache
+    assert not any(isinstance(x, int | str) for x in jax.tree.leaves(ours.raw))  # counts and notes are no arrays
     ours.one.calls = 7
     ours.one.new = "new"
     ours.count[...] = np.float32(3)
