@@ -593,7 +593,7 @@ def tree(**options: Any) -> Any:
 
 def number(part: Any) -> float:
     """The number that a layer holds, as a call returns it."""
-    return float(np.asarray(part(0)[0])[0, 0])
+    return float(np.asarray(part(W)[0])[0, 0])
 
 
 def test_parts_of_a_model_are_called_where_they_are_and_leave_what_they_set() -> None:
