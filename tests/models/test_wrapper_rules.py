@@ -608,6 +608,7 @@ def test_parts_of_a_model_are_called_where_they_are_and_leave_what_they_set() ->
         5,
         1,
     ]
+    assert type(ours.plain) is dict
     assert (len(ours.layers), list(ours.plain), repr(ours.one).startswith("a part of rpx.nnx.Parametrized, Leaf(")) == (
         2,
         ["c"],
