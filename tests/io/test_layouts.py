@@ -310,7 +310,7 @@ def test_choices_are_those_of_the_first_rule_that_matches():
         choices_by_path(paths, {"a/.*": "y", "b/.*": "z"}, "style", "style", known)
 
 
-@pytest.mark.parametrize("rules", [{1: "x"}, {"a": 1}, ["a"], {"a": "x", "b": None}])
+@pytest.mark.parametrize("rules", [{1: "x"}, {"a": 1}, ["a"], [], {"a": "x", "b": None}])
 def test_rules_are_texts(rules):
     with pytest.raises(ValueError, match=r"^`style` must be a dict from regular expressions to strings"):
         choices_by_path(["a", "b"], rules, "style", "style", ("x",))

@@ -27,6 +27,7 @@ PARAMS = {"a": W, "b": np.float32([5, 6])}
 KEY = np.uint32([0, 7])
 COUNT = itertools.count()
 real_slope, real_deviations = evidence.slope, evidence.deviations
+real_stages = evidence.compiled_stages
 real_beside_another, real_transformed = evidence.beside_another, evidence.transformed
 LIMIT = float(jnp.finfo(jnp.float16).max)
 
@@ -648,6 +649,37 @@ def test_a_chain_beside_another_acts_on_the_arrays_that_this_one_makes_or_holds(
     for position, added in (("behind", behind), ("before", before)):
         for x in found[position]:
             np.testing.assert_allclose(x["a"], W + added)
+
+
+def test_the_stage_beside_it_doubles_what_is_no_integer() -> None:
+    doubled, whole = evidence.Doubled(), np.int8([3])
+    assert doubled.init_leaf(whole)["x"] is doubled.apply_leaf({"x": whole}) is whole
+    np.testing.assert_array_equal(doubled.init_leaf(W)["x"], W / 2)
+    np.testing.assert_array_equal(doubled.apply_leaf({"x": W}), 2 * W)
+
+
+def test_each_stage_alone_starts_from_its_input_and_from_a_point_of_its_image() -> None:
+    p = Rounded() >> rpx.numbers.Scale(2.0)
+    starts, images = real_stages(p, {"a": W}, KEY)
+    raw = {"a": {"@scale": {"x": W / 2}}}
+    for found, want in zip(starts, ({"a": W}, raw), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found.tree, want)
+    np.testing.assert_array_equal(starts[0].result["a"], W)
+    np.testing.assert_array_equal(starts[1].result["a"]["@scale"]["x"], np.round(W / 2))
+    moved, rounded = images[0].tree["a"], images[1].tree["a"]["@scale"]["x"]
+    assert 0 < np.abs(moved - W).max() < 1
+    np.testing.assert_array_equal(rounded, np.round(rounded))  # a start, as its fixed value is that of one point
+    for image in images:
+        jax.tree.map(np.testing.assert_array_equal, image.result, image.tree)
+
+
+class Rounded(Ticking):
+    """A grid, whose fixed value is that of one start."""
+
+    kind = "rounded_of_rules"
+
+    def init_leaf(self, w):
+        return {"x": jnp.round(w), "n": jnp.zeros((), w.dtype)}
 
 
 def test_ways_of_running_a_chain_are_those_of_its_draws_and_of_its_mean() -> None:
