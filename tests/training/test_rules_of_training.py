@@ -158,6 +158,7 @@ def paths(*texts: str) -> list[Any]:
         (["0/mu/w", "0/mu/a/w", "0/mu/a/b"], ["w", "a/w", "a/b"], ["w", "a/w", "a/b"]),
         (["0/mu/w/w", "0/mu/w/b", "0/nu/w/w", "0/nu/w/b"], ["w", "w/w", "w/b"], ["w/w", "w/b", "w/w", "w/b"]),
         (["w", "a/w"], ["w"], ["w", "w"]),
+        (["b/w", "b/v", "b/b/w"], ["w", "v", "b/w"], ["w", "v", "b/w"]),
         (["w"], ["a/w"], [None]),
     ],
 )
@@ -267,6 +268,12 @@ def test_an_array_of_a_state_lies_with_the_raw_array_of_the_longest_path() -> No
 # ---- transfers
 
 
+class OwnNorm(rpx.WeightNorm):
+    """Another class with the same fields."""
+
+    kind = "own_norm_of_rules"
+
+
 @pytest.mark.parametrize(
     ("n", "want"), [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2, 1 more"), (6, "0, 1, 2, 3 more")]
 )
@@ -282,6 +289,7 @@ def test_a_list_shows_three(n: int, want: str) -> None:
         (rpx.WeightNorm(axis=0), rpx.WeightNorm(axis=1), (), False),
         (rpx.WeightNorm(axis=0), rpx.WeightNorm(axis=1), ("axis",), True),
         (rpx.WeightNorm(axis=0), rpx.norms.WeightStandardization(axis=0), (), False),
+        (rpx.WeightNorm(axis=0), OwnNorm(axis=0), (), False),
         (rpx.LoRA(2, alpha=1.0), rpx.LoRA(3, alpha=2.0), ("rank", "alpha"), True),
         (rpx.LoRA(2, alpha=1.0), rpx.LoRA(3, alpha=2.0), ("rank",), False),
         (rpx.numbers.Scale(2.0), rpx.numbers.Scale(2.0), (), True),
@@ -364,6 +372,12 @@ def test_a_tree_is_raw_if_no_node_is_of_optax_and_no_tuple_could_be_both(x: Any,
         assert transfer._is_raw(x, p) is want
 
 
+def test_an_empty_state_is_no_raw_tree() -> None:
+    assert transfer._is_raw((), rpx.Chain()) is False
+    with pytest.raises(ValueError, match="cannot tell whether a tuple is a raw tree"):
+        transfer._is_raw((W,), rpx.Chain())
+
+
 def test_a_moment_of_zeros_has_the_dtype_of_the_others_or_its_own() -> None:
     raw = {"w": W, "b": FREEZE, "n": np.ones(2, np.int8)}
     half = W.astype(jnp.bfloat16)
@@ -425,6 +439,7 @@ def test_distances_are_those_of_numbers_that_differ_by_more_than_rounding() -> N
         "rounded": (vector(1, 2), vector(1, 2) * np.float32(1 + 30 * eps("float32")), None),
         "integers": (np.array([1, 2]), np.array([1, 4]), 0.5),
         "another shape": (vector(1, 2), vector(1, 2, 3), None),
+        "complex and real": (np.complex64([1, 2j]), vector(1, 2), float(np.sqrt(2))),
         "keys": (jax.random.key(0), jax.random.key(1), None),
     }
     actual, expected = ({name: case[i] for name, case in cases.items()} for i in range(2))

@@ -34,7 +34,7 @@ from reparax.core.random import keys_of_draws
 from reparax.core.raw import Flat, Swap, is_mark, kind_of, next_number
 from reparax.core.site import Site, Stages, stage_key
 from reparax.core.values import RawValues, value_of
-from reparax.numerics.arithmetic import is_inexact
+from reparax.numerics.arithmetic import is_inexact, widened
 
 
 def initialize(stages: Stages, params: Flat, key: Array | None) -> Flat:
@@ -146,7 +146,7 @@ def _relative_error(x: Array, w: Array) -> float:
     infinite or NaN entry of ``w``, because no formula can invert it. If only ``x`` has a NaN, the result is infinite.
     """
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
-    x, w = (y.astype(jnp.promote_types(y.dtype, jnp.float32)) for y in (x, w))
+    x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
     largest = float(jnp.max(jnp.abs(w), initial=0))
     difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf))
     return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
