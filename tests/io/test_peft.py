@@ -312,6 +312,21 @@ def test_tokens_that_train_beside_lora(given):
     assert again.keys() == tensors.keys()
 
 
+@pytest.mark.parametrize(("name", "axis"), [("embedding", 0), ("kernel", -1)])
+def test_tokens_that_train_alone(name, axis):
+    params = {"table": {name: normal(5, 3) if axis == 0 else normal(3, 5)}}
+    p = rpx.Freeze() >> rpx.adapters.TrainableSlices((1, 4), axis=axis, where=f"table/{name}")
+    raw = p.init(params)
+    tensors, config = rpx.io.to_peft(p, raw)
+    assert (config["peft_type"], config["token_indices"]) == ("TRAINABLE_TOKENS", (1, 4))
+    assert config["target_modules"] == ["table"]
+    assert not {"bias", "fan_in_fan_out", "r", "feedforward_modules"} & config.keys()
+    rows = params["table"][name] if axis == 0 else params["table"][name].T
+    np.testing.assert_array_equal(tensors[f"{PREFIX}table.trainable_tokens_delta"], rows[[1, 4]])
+    q, again = rpx.io.from_peft(tensors, config, params)
+    jax.tree.map(np.testing.assert_array_equal, q.fold(again), p.fold(raw))
+
+
 def test_the_usual_rank_is_read_for_a_head_of_two_outputs():
     params = {"head": {"kernel": normal(20, 2)}}
     tensors = lora(head=(8, 20, 2))

@@ -34,6 +34,7 @@ HEAD = {"head.dense.weight": (3, 3), "head.dense.bias": (3,), "head.out.weight":
 OF_Q = {f"{name}.base_layer.bias": (3,) for name in Q}
 BIASES = OF_Q | {f"{name}.bias": (3,) for name in [*V, "head.dense"]}
 DIFFERENCES = {f"{name}.lora_B.bias": (3,) for name in Q}
+INPUTS = {f"{name}.ia3_l": (1, 3) for name in Q}
 TOKENS = {"h.embed.token_adapter.trainable_tokens_delta": (1, 3)}
 
 
@@ -69,6 +70,11 @@ COMPLETE = {
     "tokens": partial(reads, Q, target_modules=["q"], trainable_token_indices={"embed": [1]}, more=TOKENS),
     "no tokens": partial(reads, Q, target_modules=["q"], trainable_token_indices={}),
     "gains": partial(reads, Q, "IA3", target_modules=["q"], feedforward_modules=[]),
+    "gains of inputs": partial(reads, [], "IA3", target_modules=["q"], feedforward_modules=["k", ".q"], more=INPUTS),
+    "gains of inputs, by an expression": partial(
+        reads, [], "IA3", target_modules=["q"], feedforward_modules=r"h\.layers\.\d\.q", more=INPUTS
+    ),
+    "gains of outputs beside an expression": partial(reads, Q, "IA3", target_modules=["q"], feedforward_modules="q|v"),
     "tokens alone": partial(reads, ["h.embed"], "TRAINABLE_TOKENS", target_modules=["embed"]),
 }
 

@@ -310,7 +310,12 @@ def assert_same(got: Any, want: Any) -> None:
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", mostly_thorough(list(AS_PLAIN), "two calls", "a part", "a memory", "training"))
+OFTEN = ("two calls", "a part", "a memory", "training", "the length of a list", "a loop over a list", "eval of a part")
+OFTEN += ("a flag of a layer with parameters", "transforms in a call", "a property that is a part")
+QUICK = mostly_thorough(list(AS_PLAIN), *OFTEN)
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_a_program_does_what_it_does_with_the_plain_model(name: str) -> None:
     plain, ours = Net(nnx.Rngs(0)), wrapped()
     assert_same(AS_PLAIN[name](ours), AS_PLAIN[name](plain))

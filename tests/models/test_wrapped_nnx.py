@@ -135,6 +135,12 @@ def test_each_call_draws_once_from_a_stream_as_the_functional_road_does() -> Non
     assert np.abs(np.asarray(kept()[0]) - np.asarray(first)).max() > 1e-3
 
 
+def test_a_stream_alone_is_enough() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), NOISY, rngs=nnx.Rngs(noise=1).noise)
+    want = NOISY.apply(NOISY.init(model()), nnx.Rngs(noise=1).noise.fork()())(X)
+    np.testing.assert_allclose(wrapped(X), want, rtol=1e-5, atol=1e-6)
+
+
 def test_noise_has_the_switch_of_dropout() -> None:
     wrapped = rpx.nnx.Parametrized(model(), NOISY, rngs=nnx.Rngs(0))
     plain = np.asarray(model()(X))

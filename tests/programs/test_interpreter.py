@@ -30,6 +30,7 @@ class InFactors:
 
     def __init__(self, *, counts_steps=True):
         self.counts_steps, self.analysis, self.seen, self.formed = counts_steps, AllFacts(), [], []
+        self.shards = []
 
     def may_introduce_sum(self, eqn, facts, out_facts):
         makes = out_facts.known and rules.may_make_sum(eqn)
@@ -44,6 +45,10 @@ class InFactors:
             return interpret_bodies(operation)
         made = rules.make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
         return rules.move_sum(eqn, operation.args) or (made and [made])
+
+    def on_shard(self, x, facts):
+        self.shards.append((x.shape, facts.mesh_axes))
+        return x
 
     def materialize(self, interpreter, x, eqn):
         self.formed.append((eqn and eqn.primitive.name, interpreter.times))
@@ -254,6 +259,11 @@ def test_rules_are_told_facts():
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))
     (seen,) = seen_at("dot_general", lambda a, b, x: on_shards(a, b))
     assert facts(seen) == [({0}, none, {"data"}, None), of_b]
+    of_weights = shards(lambda w, v: (jnp.sin(w), jnp.sin(v)), Spec(("data",)), Spec(), out=(Spec("data"), Spec()))
+    assert interpret(lambda a, b, x: of_weights(a @ b, a @ b), A, B, X)[1].shards == [
+        ((3, 4), {"data"}),
+        ((6, 4), none),
+    ]
 
 
 def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():

@@ -55,3 +55,8 @@ def test_a_frozen_base_that_moved_is_found():
     after = optax.apply_updates(BEFORE, tx.update(jax.tree.map(jnp.ones_like, BEFORE), tx.init(BEFORE), BEFORE)[0])
     with pytest.raises(ValueError, match="base/@freeze/@fixed/w: 12 of 12 numbers differ"):
         check_step(P, BEFORE, P.update(after))
+
+
+def test_the_chain_comes_first():
+    with pytest.raises(TypeError, match=r"^check_step expected a parametrization, but got a value of type dict"):
+        check_step(BEFORE, P, FREE)

@@ -173,6 +173,15 @@ def test_a_module_of_equinox_holds_functions_and_a_wrapped_one_the_bits_of_fixed
         rpx.optimizer(adamw(), rpx.SpectralNorm(2)).init(eqx.filter(wrapped, eqx.is_array))
 
 
+def test_leaves_that_are_no_numbers_get_no_update() -> None:
+    p = rpx.MagnitudePruning(0.5, where="w")
+    raw = p.init({"w": W["pruned"]}) | {"key": jax.random.key(0), "f": jnp.tanh}
+    tx = rpx.optimizer(optax.sgd(0.1), p)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, rpx.partition(raw)[0]), tx.init(raw), raw)
+    assert (updates["key"], updates["f"]) == (None, None)
+    np.testing.assert_allclose(updates["w"]["@magnitude_pruning"]["w"], np.full((4, 4), -0.1), rtol=1e-6)
+
+
 class Ticking(rpx.Reparametrization):
     """A weight that counts its steps from 255 on, and knows whether their number is odd; or that holds a key."""
 

@@ -126,3 +126,27 @@ def test_moments_of_a_mask_itself_stay():
     got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]
     np.testing.assert_array_equal(got["w"], [[1, 0], [1, 1]])
     np.testing.assert_array_equal(got["@fixed"]["mask"], np.ones((2, 2)))
+
+
+def test_moments_of_frozen_weights_under_a_mask_stay():
+    frozen = {"@freeze": {"@fixed": {"w": np.float32([[4, 1], [3, 2]])}}}
+    before, after = (
+        {"w": {"@magnitude_pruning": {"w": frozen, "@fixed": {"mask": np.float32([[1, last], [1, last]])}}}}
+        for last in (0, 1)
+    )
+    p = rpx.Freeze() >> rpx.MagnitudePruning(0.5)
+    p.check(before, like={"w": np.ones((2, 2), np.float32)})
+    state = optax.trace(0.9).init(before)._replace(trace=jax.tree.map(np.ones_like, before))
+    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]["w"]
+    np.testing.assert_array_equal(got["@freeze"]["@fixed"]["w"], np.ones((2, 2)))
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 3), (2,), (2, 2, 1)])
+def test_arrays_that_a_mask_does_not_cover_stay(shape):
+    before, after = (
+        {"w": {"@rigl": {"w": np.ones((2, 2), np.float32), "@fixed": {"mask": np.full((2, 2), x, np.float32)}}}}
+        for x in (0, 1)
+    )
+    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}}
+    got = rpx.training.reset_moments(state, before, after)
+    np.testing.assert_array_equal(got["sum"]["w"]["@rigl"]["w"], np.ones(shape))

@@ -197,6 +197,23 @@ def test_the_value_of_the_loss_passes_through() -> None:
         np.testing.assert_allclose(update, np.full(update.shape, -8 / 3), rtol=1e-6)
 
 
+def test_of_extra_arguments_functions_take_what_trains_and_trees_lose_what_does_not() -> None:
+    raw, seen = two(), []
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        seen.append((extra["fun"](params, 3, second=params), extra["tree"], extra["vector"], extra["number"]))
+        return updates, state
+
+    tx = rpx.optimizer(optax.GradientTransformationExtraArgs(lambda _: (), update))
+    vector = jnp.ones(3)
+    tx.update(raw, (), raw, fun=lambda *args, second: (*args, second), tree=raw, vector=vector, number=8.0)
+    (((first, count, second), tree, same_vector, number),) = seen
+    for got, want in ((first, raw), (second, rpx.partition(raw)[0]), (tree, rpx.partition(raw)[0])):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        assert bits(got) == bits(want)
+    assert (count, same_vector is vector, number) == (3, True, 8.0)
+
+
 class Counted(NamedTuple):
     """A transformation of no library."""
 
@@ -208,6 +225,8 @@ def test_the_result_is_of_the_class_of_what_it_wraps() -> None:
     own = Counted(lambda _: 0, lambda updates, state, params=None: (updates, state + 1))
     for tx in (optax.scale(1.0), optax.adam(1.0), own):
         assert type(rpx.optimizer(tx)) is type(tx)
+    steps = optax.MultiSteps(optax.sgd(1.0), 2)
+    assert type(rpx.optimizer(steps)) is type(steps.gradient_transformation())
     assert rpx.optimizer(own).update(two(), 0)[1] == 1
 
 

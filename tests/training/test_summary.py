@@ -217,6 +217,14 @@ def test_axes_that_the_user_gave_and_stages_without_axes():
     assert "axes" not in str(rpx.summary(rpx.VarNoise(0.1), jax.eval_shape(plain)))
 
 
+def test_stages_of_vectors_leave_no_weights_out():
+    assert rpx.summary(rpx.WeightNorm(), jax.eval_shape(lambda: {"kernel": jnp.ones((2, 2))})).left_out == ()
+    params = {"p": jnp.ones(3), "codes": jnp.ones((2, 2), jnp.int32)}
+    assert rpx.summary(rpx.numbers.Simplex(), jax.eval_shape(lambda: params)).left_out == ()
+    of_matrices = rpx.summary(rpx.WeightNorm(), jax.eval_shape(lambda: params | {"kernel": jnp.ones((2, 2))}))
+    assert of_matrices.left_out == (("WeightNorm", ("codes",)),)
+
+
 def test_notebooks_show_the_same_table_in_html():
     report = rpx.summary(rpx.Freeze(), {"a<b": jnp.ones(3)})
     left, right = (f'style="text-align: {side}; white-space: nowrap; padding: 0 0.5em"' for side in ("left", "right"))

@@ -320,6 +320,15 @@ def test_the_moments_of_a_larger_rank_begin_with_those_of_the_smaller_where_the_
     np.testing.assert_array_equal(got["b"], np.pad(before["b"] * (alpha == 8.0), ((0, 2), (0, 0))))
 
 
+def test_the_base_of_an_adapter_of_another_rank_keeps_the_moments_of_a_bare_optimizer():
+    raw = jax.eval_shape(LORA.init, PARAMS, jax.random.key(1))
+    raw = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), raw)
+    state = optax.trace(0.9).init(raw)._replace(trace=raw)
+    got = transferred(LORA, rpx.LoRA(4, alpha=8.0), state, raw).trace["a"]["kernel"]["@lora"]
+    np.testing.assert_array_equal(got["@fixed"]["w"], np.ones((5, 4)))
+    np.testing.assert_array_equal(got["a"], np.repeat([[1, 1, 0, 0]], 5, axis=0))
+
+
 MERGING = [
     (rpx.Freeze() >> LORA, rpx.Freeze() >> rpx.adapters.Rotated(5)),
     (LORA, rpx.LoRA(2, alpha=4.0, rows=1)),
@@ -344,6 +353,9 @@ def test_numbers_over_the_whole_tree_become_numbers_by_array():
     raw = p.init(PARAMS)
     before = {**raw, "a": {**raw["a"], "kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
     assert_equal(rpx.transfer(p, p, before), raw)
+    ones = jax.tree.map(np.ones_like, before)
+    moments = rpx.transfer(p, p, optax.trace(0.9).init(before)._replace(trace=ones), like=before).trace
+    np.testing.assert_array_equal(moments["a"]["kernel"]["@scale"]["x"], np.ones((5, 4)))
     with pytest.raises(ValueError, match="a/kernel: expected @scale, got @scale@2"):
         p.check(before, like=PARAMS)
 

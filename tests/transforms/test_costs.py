@@ -53,9 +53,10 @@ def scanned_by_hand(raw, x):
     return jnp.mean(jax.lax.scan(lambda h, each: (jnp.tanh(product(h, each)), None), x, raw["w"]["@lora"])[0] ** 2)
 
 
+SCANNED, STACK = rpx.LoRA(4, stacked=0), {"w": floats(4, 256, 256)}
 NETWORKS = {
     "unrolled": (dense, dense_by_hand, {f"w{i}": floats(256, 256) for i in range(4)}, rpx.LoRA(4, columns=-1)),
-    "scanned": (scanned, scanned_by_hand, {"w": floats(4, 256, 256)}, rpx.LoRA(4, stacked=0)),
+    "scanned": (scanned, scanned_by_hand, STACK, SCANNED),
 }
 
 
@@ -75,6 +76,15 @@ def test_adapters_cost_what_they_cost_by_hand(name):
     assert operations(rpx.factored(loss), train, rest, x) <= 1.01 * least
     assert operations(rpx.remat(rpx.factored(loss)), train, rest, x) <= 1.02 * least
     assert operations(loss, train, rest, x) >= 0.98 * full
+
+
+def test_the_steps_of_a_loop_are_not_counted():
+    def loss(raw, x):
+        return scanned(SCANNED.apply(raw), x)
+
+    text = str(jax.make_jaxpr(rpx.factored(loss))(jax.eval_shape(SCANNED.init, STACK, KEY), floats(512, 256)))
+    assert "scan[" in text
+    assert "iota" not in text
 
 
 @pytest.mark.thorough

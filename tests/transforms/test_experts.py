@@ -177,6 +177,23 @@ def of_lookup(name, x, e, p=LORA):
     return found
 
 
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_matrices_of_experts_that_are_looked_up_stay_in_factors(name):
+    (weight,) = rpx.explain(of_lookup(name, DATA, EXPERTS), *jax.eval_shape(split, LORA), argnums=(0, 1)).weights
+    assert weight.is_transformed
+    assert weight.reason.startswith("1 product, 0.")
+
+
+def test_matrices_that_are_looked_up_are_formed_once_if_no_product_reads_them():
+    def network(a, b, experts):
+        matrices = jnp.einsum("eir,ro->eio", a, b)[experts]
+        return jnp.abs(matrices), jnp.sin(matrices.swapaxes(1, 2))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((E_, D, 2), (2, F))]
+    program = jax.make_jaxpr(rpx.factored(network, (0, 1)))(*shapes, EXPERTS)
+    assert str(program).count("dot_general[") == 1
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(LOOKUPS, "index", "map", "promised"))
 def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name):
@@ -218,20 +235,28 @@ def test_a_fill_value_of_its_own_forms_the_array():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)
 
 
-@pytest.mark.thorough
+BOTH = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="table") >> rpx.LoRA(2, where="w")
+
+
+def of_both(free, fixed, e):
+    """A product of a weight with matrices that were looked up, which are data for it."""
+    weights = BOTH.apply(rpx.combine(free, fixed))
+    return squares(jnp.tile(weights["table"][e].reshape(len(e), 32), (1, 2)) @ weights["w"])
+
+
+def with_both():
+    params = {"table": normal(256, 4, 8).astype(np.float32), "w": normal(64, 64, seed=1).astype(np.float32)}
+    return *rpx.partition(BOTH.init(params, KEY)), np.arange(32)
+
+
 def test_matrices_that_are_looked_up_are_data_for_other_weights():
     """What reads them and a weight forms them, of the factors of those that were chosen, and not the weight."""
-    both = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="table") >> rpx.LoRA(2, where="w")
-    params = {"table": normal(4096, 4, 8).astype(np.float32), "w": normal(64, 64, seed=1).astype(np.float32)}
-    free, fixed = rpx.partition(both.init(params, KEY))
-
-    def own(free, fixed, e):
-        weights = both.apply(rpx.combine(free, fixed))
-        return squares(jnp.tile(weights["table"][e].reshape(len(e), 32), (1, 2)) @ weights["w"])
-
-    args = free, fixed, np.arange(32)
-    table, weight, rows = rpx.explain(own, *args, argnums=(0, 1)).weights
+    table, weight, rows = rpx.explain(of_both, *jax.eval_shape(with_both), argnums=(0, 1)).weights
     assert (table.is_transformed, rows.is_transformed, weight.is_transformed) == (True, False, True)
-    assert (table.type, rows.type) == ("float32[4096, 4, 8]", "float32[32, 4, 8]")
-    mine, its = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(own, (0, 1)), own))
+    assert (table.type, rows.type) == ("float32[256, 4, 8]", "float32[32, 4, 8]")
+
+
+@pytest.mark.thorough
+def test_products_with_matrices_that_are_looked_up_are_those_of_arrays():
+    mine, its = (jax.jit(jax.value_and_grad(f))(*with_both()) for f in (rpx.factored(of_both, (0, 1)), of_both))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)

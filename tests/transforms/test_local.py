@@ -874,7 +874,6 @@ def kept(jaxpr):
             yield from kept(inside)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
 def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
     """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""

@@ -9,12 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from one_array import normal
 
+from reparax.programs import jaxprs
 from reparax.programs.equations import view_of
+from reparax.programs.rules import cast_sum
 from reparax.programs.sums import Factor, Label, Product, Sum
 from reparax.transforms import _local
-from reparax.transforms._factored import Factoring, Record, SumPlan, SumRead, costs_of_lookup, plan_sums, weight_use
+from reparax.transforms._factored import (
+    Factoring,
+    Record,
+    SumPlan,
+    SumRead,
+    _split_kernel,
+    costs_of_lookup,
+    plan_sums,
+    weight_use,
+)
 
 # ---- which weights are formed
 
@@ -35,6 +47,7 @@ COSTS = {
     "a product for the same": (record(2, read(1, 3, 1)), (3, 3), False),
     "the array": (record(10, read()), (10, 10), True),
     "the array, and a product": (record(10, read(1, 3, 5), read()), (13, 15), False),
+    "the array, and a product for the same": (record(10, read(1, 5, 5), read()), (15, 15), True),
     "the array in four steps, of a weight of two": (record(10, read(4), read(2), times=2), (20, 10), True),
     "the array in four steps, of a weight of none": (record(10, read(4), times=0), (40, 10), True),
     "nothing": (record(10), (0, 10), False),
@@ -106,7 +119,7 @@ def pair(loop, out, *gradients):
     return 2 * loop + 16 * out + sum(2 * loop + 16 * size for size in gradients)
 
 
-LABELS = {letter: Label(size) for letter, size in zip("iorsekcw", (6, 5, 2, 3, 4, 3, 4, 1), strict=True)}
+LABELS = {letter: Label(size) for letter, size in zip("iorsekcwt", (6, 5, 2, 3, 4, 3, 4, 1, 258), strict=True)}
 
 
 def weight(spec, *, fixed=False, dtype=np.float32):
@@ -122,7 +135,7 @@ def weight(spec, *, fixed=False, dtype=np.float32):
 
 
 LOW = "ir,ro->io"
-X, IDS = normal(8, 6, seed=9), np.array([[0, 5, 9], [-7, 2, 5]], np.int32)[..., None]
+X, IDS = normal(8, 6, seed=9), np.array([[0, 5, 6], [-1, 2, 5]], np.int32)[..., None]
 IMAGES, TURNED = normal(2, 9, 4, seed=8), normal(4, 2, 9, seed=8)
 
 
@@ -165,7 +178,7 @@ def by_strides(w, x):
 
 def rows_of(w, ids, *, outside):
     """Rows, of which two are not there, and ``outside`` in their place: the nearest row if it is None."""
-    ids = ids[..., 0]
+    ids = ids[..., 0].astype(int)
     rows, is_inside = w[np.clip(ids, 0, len(w) - 1)], (ids >= 0) & (ids < len(w))
     return rows if outside is None else np.where(is_inside[..., None], rows, outside)
 
@@ -201,6 +214,13 @@ USES = {
         (16 * 30 + pair(6 * 2 * 5, 6 * 5), 16 * 30),
     ),
     "rows, or a number": (look_up("fill", 7.0), weight(LOW), IDS, partial(rows_of, outside=7.0)),
+    "rows by bytes": (
+        look_up("fill", 7.0),
+        weight("tr,ro->to"),
+        np.array([[[1], [250], [255]]], np.uint8),
+        partial(rows_of, outside=7.0),
+        (16 * 15 + pair(3 * 2 * 5, 3 * 5, 3 * 2, 2 * 5), 16 * 15 + 16 * 258 * 5),
+    ),
     "rows, promised": (look_up("promise_in_bounds"), weight(LOW), IDS, partial(rows_of, outside=None)),
     "a convolution": (
         convolved(),
@@ -215,6 +235,20 @@ USES = {
         IMAGES,
         lambda w, x: by_windows(x, w),
         (4 * 14 * 12 * 2 + pair(*MIXED), 4 * 14 * 12 * 5),
+    ),
+    "a kernel of two ranks": (
+        convolved(),
+        weight("kcrs,rso->kco"),
+        IMAGES,
+        lambda w, x: by_windows(x, w),
+        (6 * 14 * 12 * 6 + pair(14 * 6 * 5, 14 * 5, 14 * 6, 6 * 5), 6 * 14 * 12 * 5),
+    ),
+    "a scaled kernel": (
+        convolved(),
+        weight("kcr,,ro->kco"),
+        IMAGES,
+        lambda w, x: by_windows(x, w),
+        (6 * 14 * 12 * 2 + 16 * 24 + 16 * 24 + 2 * 24 + 16 + pair(*MIXED, 2 * 5), 6 * 14 * 12 * 5),
     ),
     "a kernel that is not split": (
         convolved(),
@@ -241,6 +275,49 @@ def test_values_of_uses_are_those_of_the_array():
         np.testing.assert_allclose(found[name], by_hand(w, x), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+# A function of a weight and data, the data, the weight, and what each product multiplies.
+PRECISIONS = {
+    "a product": (lambda w, x: lax.dot(x, w, precision="highest"), X, LOW, ["data", "data"]),
+    "a convolution": (convolved(precision="highest"), IMAGES, "kcr,ro->kco", ["data", "data"]),
+    "a kernel that is multiplied": (convolved(precision="highest"), IMAGES, "kr,rco->kco", ["factors", "data"]),
+    "rows": (look_up("clip"), IDS, LOW, ["factors"]),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_products_have_the_precision_of_the_equation_or_of_the_weight(name):
+    fun, x, spec, want = PRECISIONS[name]
+
+    def settings(**of_weight):
+        of = replace(weight(spec)[0], **of_weight)
+        program = jax.make_jaxpr(lambda x: use_of(fun, of, x).compute())(x)
+        found = [eqn.params["precision"] for eqn in jaxprs_of(program.jaxpr) if "precision" in eqn.params]
+        return [each is not None and set(each) == {lax.Precision.HIGHEST} for each in found]
+
+    assert settings() == [each == "data" for each in want]
+    assert settings(precision=lax.Precision.HIGHEST) == [True for _ in want]
+
+
+def jaxprs_of(program):
+    """All equations of a program, also inside of calls."""
+    for eqn in program.eqns:
+        yield eqn
+        for inside in jaxprs.inner_programs(eqn):
+            yield from jaxprs_of(inside)
+
+
+@pytest.mark.parametrize(("dtype", "dtypes"), [("f4", {"float32"}), ("bfloat16", {"bfloat16"})])
+def test_convolutions_of_few_digits_are_summed_in_the_dtype_of_the_result(dtype, dtypes):
+    half = cast_sum(weight("kcr,ro->kco")[0], jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(IMAGES.shape, jnp.bfloat16)
+    fun = convolved(preferred_element_type=jnp.dtype(dtype))
+    program = jax.make_jaxpr(lambda x: use_of(fun, half, x).compute())(x)
+    assert program.out_avals[0].dtype == jnp.dtype(dtype)
+    products = [eqn for eqn in jaxprs_of(program.jaxpr) if "preferred_element_type" in eqn.params]
+    assert {str(eqn.outvars[0].aval.dtype) for eqn in products} == dtypes
+    assert len(products) == 2
+
+
 def test_rows_that_are_not_there_have_no_gradients():
     of, out = weight(LOW)[0], {"clip": [0, 5, 5, 0, 2, 5], "promise_in_bounds": [0, 5, 2, 5], "fill": [0, 5, 2, 5]}
     slopes = jax.jit(
@@ -257,12 +334,52 @@ def test_rows_that_are_not_there_have_no_gradients():
         np.testing.assert_allclose(slope_b, np.repeat((counts @ a)[:, None], 5, 1), rtol=1e-5, atol=1e-5, err_msg=mode)
 
 
+def test_rows_far_beyond_the_table_are_not_there():
+    far = np.array([[[2**32 + 1], [1]]])
+    with jax.enable_x64():
+        found = use_of(look_up("fill", 7.0), weight(LOW)[0], far).compute()
+    np.testing.assert_allclose(found, rows_of(weight(LOW)[1], far, outside=7.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "n_channels", "n_mixing"),
+    [
+        ("kcr,ro->kco", 2, 1),
+        ("kcr,r,ro->kco", 2, 2),
+        ("kcrs,rso->kco", 6, 1),
+        ("kco->kco", 5, None),
+        ("kco,o->kco", 5, None),
+        ("kcw->kcw", 1, None),
+        ("kr,rco->kco", 5, None),
+    ],
+)
+def test_kernels_are_split_whose_channels_only_some_factors_mix(spec, n_channels, n_mixing):
+    product = weight(spec)[0].products[0]
+    product = replace(product, axes=tuple(tuple(label for label in axis if label.size != 1) for axis in product.axes))
+    found = _split_kernel(product, 2)
+    assert found.n_channels == n_channels
+    assert (found.mixing and len(found.mixing.factors)) == n_mixing
+
+
 def numbers(x):
     """Whole numbers that are known."""
     return Sum((Product.of(x, fixed=True),), x.shape, x.dtype, None, None)
 
 
+SIZES = np.array([1, 2], np.int32)
+
+
+def in_groups(*, ragged):
+    """A product of a batch in groups along the rows, or along the batch."""
+    numbers = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), [ragged], [])
+    return lambda x, w, sizes: lax.ragged_dot_general(x, w, sizes, numbers)
+
+
 SMALL = weight("kcr,ro->kco", dtype=np.int8)[0]
+DIAGONAL = replace(SMALL, products=(Product.of(normal(3, 4), fixed=False),), shape=(3, 4, 4), dtype=np.dtype("f4"))
+DIAGONAL = DIAGONAL.map_products(lambda x: replace(x, axes=(*x.axes, x.axes[1])), (3, 4, 4))
+SQUARE = weight("o->o")[0].map_products(lambda x: replace(x, axes=2 * x.axes), (5, 5))
+MERGED = weight("sro->sro")[0].map_products(lambda x: x.reshape((6, 5)), (6, 5))
 NEEDING_THE_ARRAY = {
     "no product": (lax.add, weight(LOW)[0], normal(6, 5)),
     "two weights": (product, weight(LOW)[0], weight("or,ri->oi")[0]),
@@ -271,10 +388,18 @@ NEEDING_THE_ARRAY = {
     "whole numbers": (product, weight(LOW, dtype=np.int32)[0], X.astype(np.int32)),
     "whole numbers in a convolution": (convolved(preferred_element_type="i4"), SMALL, IMAGES.astype(np.int8)),
     "sizes of groups": (lax.ragged_dot, X, normal(2, 6, 5), numbers(np.array([3, 5], np.int32))),
+    "groups of a batch": (in_groups(ragged=0), normal(3, 4, 6), weight("sio->sio")[0], SIZES),
     "places": (look_up("fill"), normal(6, 5), numbers(IDS)),
     "data of a convolution": (convolved(), normal(3, 4, 5), weight("ekr,rc->ekc")[0]),
     "groups of features": (convolved(feature_group_count=2), weight("wcr,re->wce")[0], normal(2, 9, 8)),
     "groups of examples": (convolved(batch_group_count=5), weight("kcr,ro->kco")[0], normal(5, 9, 4)),
+    "channels on a diagonal": (convolved(), DIAGONAL, IMAGES),
+    "both axes of a diagonal": (
+        lambda w, x: lax.dot_general(x, w, (((1, 2), (0, 1)), ((), ()))),
+        SQUARE,
+        normal(2, 5, 5),
+    ),
+    "rows of a merged axis": (look_up("clip"), MERGED, IDS),
     "another mode": (look_up("one_hot"), weight(LOW)[0], IDS),
 }
 
@@ -284,11 +409,24 @@ def test_other_equations_need_the_array(name):
     assert use_of(*NEEDING_THE_ARRAY[name]) is None
 
 
+def test_a_product_that_is_placed_on_devices_needs_the_array():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:1])
+    placed = partial(lax.dot, out_sharding=NamedSharding(mesh, PartitionSpec("d")))
+    with jax.set_mesh(mesh):
+        assert use_of(placed, X, weight(LOW)[0]) is None
+        assert use_of(lax.dot, X, weight(LOW)[0]) is not None
+
+
 def test_looked_up_matrices_cost_what_the_cheaper_way_costs():
     """Of four matrices (6, 5), three are looked up; a factor that all share is not."""
-    (of, _), (each, _) = weight("eir,ro->eio"), weight("sir,ro->sio")
-    factors = each.products[0].factors[0], of.products[0].factors[1]
-    rows = Sum((Product(factors, each.products[0].axes),), each.shape, each.dtype, None, None)
+
+    def looked_up(*, fixed):
+        (of, _), (each, _) = weight("eir,ro->eio", fixed=fixed), weight("sir,ro->sio", fixed=fixed)
+        factors = each.products[0].factors[0], of.products[0].factors[1]
+        return of, Sum((Product(factors, each.products[0].axes),), each.shape, each.dtype, None, None)
+
+    assert costs_of_lookup(*looked_up(fixed=True)) == (16 * 36, 16 * 90 + pair(3 * 6 * 2 * 5, 90), 16 * 90)
+    of, rows = looked_up(fixed=False)
     cost, from_factors, from_array = costs_of_lookup(of, rows)
     assert cost == 2 * 16 * 36
     assert from_factors == 16 * 90 + pair(3 * 6 * 2 * 5, 90, 3 * 6 * 2, 2 * 5)
@@ -350,10 +488,10 @@ VARIANCES = {
 }
 NOT_LINEAR = {
     "a fraction": (lambda w, x: lax.div(x, w), ENTRIES, 1, LIKE),
-    "places": (look_up("clip"), ENTRIES, 1, IDS),
     "data of a convolution": (convolved(), weight("kco->kco"), 0, IMAGES),
     "groups of examples": (convolved(batch_group_count=5), weight("kco->kco"), 1, normal(5, 9, 4)),
     "another equation": (lax.max, ENTRIES, 0, LIKE),
+    "groups of a batch": (lambda w, x: in_groups(ragged=0)(x, w, SIZES), weight("sio->sio"), 1, normal(3, 4, 6)),
 }
 
 

@@ -490,7 +490,13 @@ def test_derivatives_of_derivatives_and_of_whole_numbers(key):
     @jax.jit
     def derivatives(w, dot, x):
         gradient = jax.grad(rpx.remat(loss), has_aux=True)
+
+        def along(w):
+            return jax.jvp(lambda w: rpx.remat(loss)(w, key, x)[0], (w,), (dot,))[1]
+
         return (
+            jax.jvp(along, (w,), (dot,)),
+            jax.jvp(jax.linearize(lambda w: rpx.remat(loss)(w, key, x)[0], w)[1], (dot,), (2 * dot,)),
             jax.jvp(lambda w: gradient(w, key, x)[0], (w,), (dot,)),
             jax.grad(lambda w: jnp.sum(gradient(w, key, x)[0] * dot))(w),
             gradient(w, key, x)[1],
@@ -498,7 +504,10 @@ def test_derivatives_of_derivatives_and_of_whole_numbers(key):
         )
 
     w, dot, x = normal(4, 3), normal(4, 3, seed=1), normal(2, 4, seed=2)
-    (slope, curvature), again, place, (places, slopes) = derivatives(w, dot, x)
+    second, first, (slope, curvature), again, place, (places, slopes) = derivatives(w, dot, x)
+    along, bent = (np.sum(np.sum(x, 0)[:, None] * each) for each in (np.cos(w) * dot, -np.sin(w) * dot**2))
+    np.testing.assert_allclose(second, [along, bent], rtol=1e-4)
+    np.testing.assert_allclose(first, [along, 2 * along], rtol=1e-4)
     np.testing.assert_allclose(slope, np.sum(x, 0)[:, None] * np.cos(w), rtol=1e-5, atol=1e-6)
     for each in (curvature, again):
         np.testing.assert_allclose(each, -np.sum(x, 0)[:, None] * np.sin(w) * dot, rtol=1e-5, atol=1e-6)
@@ -558,11 +567,18 @@ def test_what_is_linear_in_the_data_can_be_transposed(key):
     def product(w, key, x):
         return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
 
+    def data_first(x, w, key):
+        return product(w, key, x)
+
     w, x, y = normal(4, 3), normal(2, 4, seed=1), normal(2, 3, seed=2)
-    (got,) = jax.jit(jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x))(y)
-    np.testing.assert_allclose(
-        got, np.asarray(y) @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5, atol=1e-6
+    transposes = (
+        jax.linear_transpose(lambda x: rpx.remat(product)(w, key, x), x),
+        jax.linear_transpose(lambda x: rpx.remat(data_first, argnums=(1, 2))(x, w, key), x),
     )
+    for (got,) in jax.jit(lambda y: [each(y) for each in transposes])(y):
+        np.testing.assert_allclose(
+            got, np.asarray(y) @ (np.sin(w) + jax.random.normal(key, w.shape)).T, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_what_is_linear_in_the_weights_can_be_transposed(key):
@@ -673,14 +689,19 @@ def test_checkify_finds_an_error_of_the_derivative():
         assert checked(derivative(rpx.remat(in_its_derivative)), *args) == report
 
 
-@pytest.mark.thorough
-def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
-    def of_checked(f):
-        return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
+def of_checked(f):
+    return lambda *args: checkify.checkify(f, errors=CHECKS)(*args)[1]
 
+
+def test_the_derivative_of_a_checked_function_keeps_nothing_more(key):
     args = normal(3, 3), key, normal(2, 3)
     assert kept(of_checked(nothing_wrong), *args)["weights"] > 0
     assert kept(of_checked(rpx.remat(nothing_wrong)), *args)["weights"] == 0
+
+
+@pytest.mark.thorough
+def test_the_derivative_of_a_checked_function_is_that_of_the_function(key):
+    args = normal(3, 3), key, normal(2, 3)
     trees_close(*gradients((of_checked(rpx.remat(nothing_wrong)), nothing_wrong), *args))
 
 

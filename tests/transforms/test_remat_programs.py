@@ -5,11 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import checkify
+from jax.experimental.jet import jet
 from one_array import normal
 
+import reparax as rpx
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, jaxprs
-from reparax.transforms import _factored, _remat_derivative, _remat_order, _remat_rewrites, _saved_residuals
+from reparax.transforms import (
+    _factored,
+    _local,
+    _remat,
+    _remat_derivative,
+    _remat_order,
+    _remat_rewrites,
+    _saved_residuals,
+)
 from reparax.transforms._explained import Explained, Weight
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -38,12 +49,25 @@ def printing(x):
     return x
 
 
+def far_apart(v, w, x):
+    """The second weight is computed by the equations 1 and 8."""
+    u, w = jnp.sin(v), jnp.cos(w)
+    for _ in range(6):
+        u = jnp.exp(u)
+    return (x @ jnp.log(w)) @ u
+
+
 # A function, which of its inputs are known, and the names of the equations of each batch; delayed ones in brackets.
 ORDERS = {
     "two weights": (
         lambda v, w, x: (x @ jnp.sin(v)) @ jnp.cos(w),
         [True, True, False],
         ["[sin]", "dot_general", "[cos]", "dot_general"],
+    ),
+    "equations that are far apart": (
+        far_apart,
+        [True, True, False],
+        ["[cos log]", "dot_general", "[sin exp exp exp exp exp exp]", "dot_general"],
     ),
     "a weight that is read twice": (
         lambda w, x: jnp.exp((lambda v: x @ v @ v)(jnp.sin(w))),
@@ -59,7 +83,22 @@ ORDERS = {
     "a weight that nobody reads": (lambda w, x: (jnp.sin(w), jnp.exp(x))[1], [True, False], ["exp"]),
     "no weight": (lambda w, x: jnp.exp(w @ x), [False, False], ["dot_general exp"]),
     "an effect": (lambda w, x: x @ jnp.sin(printing(w)), [True, False], ["debug_callback", "[sin]", "dot_general"]),
+    "an effect that reads a weight": (
+        lambda w, x: x @ printing(jnp.sin(w)),
+        [True, False],
+        ["[sin]", "debug_callback dot_general"],
+    ),
+    "an equation that is replaced": (
+        lambda w, x: jnp.exp(jnp.tanh(x @ w) @ jnp.sin(w)),
+        [True, False],
+        ["dot_general", "tanh", "[sin]", "dot_general exp"],
+    ),
 }
+
+
+def replaced(eqn):
+    """A function in place of what computes a tanh."""
+    return (lambda x: [x]) if eqn.primitive.name == "tanh" else None
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -67,17 +106,63 @@ def test_weights_are_computed_just_before_they_are_read(name):
     fun, known, want = ORDERS[name]
     program = traced(fun, *((3, 3) for _ in known))
     is_known = dependence.known_variables(program, known)
-    batches = _remat_order.reorder(program, is_known, lambda eqn: None)
+    batches = _remat_order.reorder(program, is_known, replaced)
     found = [(" ".join(eqn.primitive.name for eqn in batch.eqns), bool(batch.reads_beside)) for batch in batches]
     assert [f"[{text}]" if delayed else text for text, delayed in found] == want
 
 
-def test_a_weight_waits_for_the_data_of_its_reader_with_the_most_axes():
-    shapes = (3, 3), (), (3, 3)
-    program = traced(lambda w, a, x: lax.clamp(a, jnp.sin(w), x), *shapes)
-    delayed = traced(lambda *args: _remat_order.run_delayed(program, args, [True, False, False]), *shapes)
-    (tie,) = (eqn for eqn in delayed.eqns if eqn.primitive.name == "reparax_tie")
-    assert [x.aval.shape for x in tie.invars] == [(3, 3), (3, 3)]
+def identities(fun, *shapes, known):
+    """The ties to data and the arrays that are stored whole, if a function runs in delayed order: what they read."""
+    program = traced(fun, *shapes)
+    types = [v.aval for v in program.invars]
+    found = traced(lambda *args: _remat_order.run_delayed(program, args, known), *types)
+    names = {v: "abcd"[i] for i, v in enumerate(found.invars)} | {
+        v: eqn.primitive.name for eqn in found.eqns for v in eqn.outvars
+    }
+    ties = [[names[v] for v in eqn.invars] for eqn in found.eqns if eqn.primitive.name == "reparax_tie"]
+    return ties, [names[eqn.invars[0]] for eqn in found.eqns if eqn.primitive.name == "reparax_whole"]
+
+
+FLAG, PLACES = jax.ShapeDtypeStruct((), bool), jax.ShapeDtypeStruct((3,), jnp.int32)
+
+
+def largest(x):
+    return lax.argmax(x, 0, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes", "known", "ties", "stored"),
+    [
+        (lambda w, x: x @ jnp.sin(w), [(3, 3), (2, 3)], [True, False], [["a", "b"]], ["sin"]),
+        (lambda w, x: x @ (w * 2), [(3, 3), (2, 3)], [True, False], [["a", "b"]], []),
+        (lambda w, x: x @ w.T, [(3, 3), (2, 3)], [True, False], [], []),
+        (lambda w, x: (jnp.exp(x), jnp.sin(w)), [(3, 3), (2, 3)], [True, False], [], []),
+        (lambda w, x: x[largest(w)], [(3, 3), (3,)], [True, False], [["argmax", "b"]], []),
+        (
+            lambda w, i, x, v: lax.select_n(i, jnp.sin(w), x) + v,
+            [(3, 3), FLAG, (3, 3), (3, 3)],
+            [True, False, False, True],
+            [["a", "c"]],
+            ["sin"],
+        ),
+        (
+            lambda w, i, x, v: lax.select_n(i, jnp.sin(w), v) + x,
+            [(3, 3), FLAG, (3, 3), (3, 3)],
+            [True, False, False, True],
+            [["a", "b"]],
+            ["sin"],
+        ),
+        (
+            lambda w, k: jax.jit(lambda w, k: w * jax.random.uniform(k))(jnp.sin(w), k),
+            [(3, 3), KEY],
+            [True, False],
+            [],
+            [],
+        ),
+    ],
+)
+def test_weights_wait_for_the_array_of_most_axes_that_their_reader_needs(fun, shapes, known, ties, stored):
+    assert identities(fun, *shapes, known=known) == (ties, stored)
 
 
 # ---- what must wait
@@ -86,18 +171,29 @@ def test_a_weight_waits_for_the_data_of_its_reader_with_the_most_axes():
 WAITING = {
     "views": (lambda a: (a.T, a.reshape(8, 1, 8), lax.stop_gradient(a)), [(8, 8)], ""),
     "a constant": (lambda a: (a.T, jnp.zeros(3)), [(8, 8)], ""),
+    "what is computed of constants": (lambda a: (a.T, jnp.sin(lax.iota(jnp.float32, 8))), [(8, 8)], ""),
     "what is computed": (lambda a: jnp.sin(a), [(8, 8)], "a"),
     "what is larger": (lambda a: jnp.broadcast_to(jnp.sin(a), (8, 8)), [(8,)], "a"),
     "lengths of a normed weight": (lambda a: a / jnp.sqrt(jnp.sum(a * a, 0)), [(8, 8)], "reduce_sum"),
     "a small input": (lambda a, b: a * jnp.tile(b, (2, 2)), [(8, 8), (4, 4)], "b"),
+    "a small input that is moved": (
+        lambda a, b, c: (jnp.sin(a), b.T, jnp.sin(c)),
+        [(8, 8), (4, 4), (2, 2)],
+        "a b c",
+    ),
     "an input that is not small": (lambda a, b: a * jnp.tile(b, 8), [(64,), (8,)], "b"),
-    "the smaller half": (lambda a, b: jnp.sin(a) * b[:, None], [(8, 8), (8,)], "ab"),
-    "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "ab"),
-    "a kernel": (lambda a, b: lax.conv(a * 2, b * 2, (1, 1), "SAME"), [(1, 2, 8, 8), (2, 2, 3, 3)], "ab"),
+    "the smaller half": (lambda a, b: jnp.sin(a) * b[:, None], [(8, 8), (8,)], "a b"),
+    "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "a b"),
+    "a kernel": (lambda a, b: lax.conv(a * 2, b * 2, (1, 1), "SAME"), [(1, 2, 8, 8), (2, 2, 3, 3)], "a b"),
     "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
     "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
     "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),
     "a large value, computed with costly operations": (lambda a: jnp.sum(jnp.sin(a) * jnp.cos(a), 0), [(8, 8)], "a"),
+    "a fourth of the largest, computed with costly operations": (
+        lambda a: a * jnp.tile(jnp.sin(a[:2]), (4, 1)) * a[:1, :1],
+        [(8, 8)],
+        "slice",
+    ),
     "cheap values that are summed": (lambda a: jnp.sum(a * 2 + 1, 0), [(8, 8)], "reduce_sum"),
 }
 
@@ -107,8 +203,7 @@ def test_the_smallest_values_wait_that_suffice(name):
     fun, shapes, want = WAITING[name]
     with jax.numpy_rank_promotion("allow"):
         program = traced(fun, *shapes)
-    found = names_of(program, _remat_order.barrier_inputs(program))
-    assert found == ([want] if "_" in want else list(want))
+    assert names_of(program, _remat_order.barrier_inputs(program)) == want.split()
 
 
 @pytest.mark.parametrize(
@@ -180,12 +275,100 @@ INLINED = {
 
 
 @pytest.mark.parametrize("name", INLINED)
-def test_apply_and_calls_that_contain_it_are_inlined(name):
+def test_apply_and_calls_that_contain_it_are_inlined(name, monkeypatch):
     fun, want = INLINED[name]
-    program = traced(fun, (3, 3), (3, 3))
+    program, traced_again = traced(fun, (3, 3), (3, 3)), []
+    rewrite = dependence.rewrite
+    monkeypatch.setattr(dependence, "rewrite", lambda *args: traced_again.append(name) or rewrite(*args))
     found, consts = _remat_rewrites.with_apply_inlined(program, [v.aval for v in program.invars])
     assert [eqn.primitive.name for eqn in found.eqns] == want.split()
     assert len(found.invars) == len(consts) + 2
+    assert bool(traced_again) == ("equal" in name)
+
+
+# An equation with a body of a weight and data, and which inputs of its body are known; None if the body stays as it is.
+BODIES = {
+    "weights of each step": (
+        lambda w, x: lax.scan(lambda x, w: (x @ jnp.sin(w), None), x, w)[0],
+        [(2, 3, 3), (3, 3)],
+        [False, True],
+    ),
+    "a weight that each step reads": (
+        lambda w, x: lax.scan(lambda x, _: (x @ jnp.sin(w), None), x, length=2)[0],
+        [(3, 3), (3, 3)],
+        [True, False],
+    ),
+    "a call": (lambda w, x: jax.jit(lambda w, x: x @ jnp.sin(w))(w, x), [(3, 3), (3, 3)], [True, False]),
+    "a call in a loop": (
+        lambda w, x: lax.scan(lambda x, w: (jax.jit(lambda w, x: x @ w)(w, x), None), x, w)[0],
+        [(2, 3, 3), (3, 3)],
+        [False, True],
+    ),
+    "a weight as it is": (lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0], [(2, 3, 3), (3, 3)], None),
+    "a carry that data reaches": (
+        lambda w, x: lax.scan(lambda c, x: (x @ jnp.sin(c), None), w, x)[0],
+        [(3, 3), (2, 3, 3)],
+        None,
+    ),
+    "a loop without an end": (
+        lambda w, x: lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ jnp.sin(w), x),
+        [(3, 3), (3, 3)],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_recompute_that_mix_weights_and_data(name):
+    fun, shapes, want = BODIES[name]
+    program, found = traced(fun, *shapes), []
+
+    def function_of_body(body, known):
+        found.append(known)
+        return lambda *args: args
+
+    for known in ([True, True], [False, False], [True, False]):
+        rule = _remat_rewrites.rule_for_bodies(program, known, function_of_body)
+        assert (rule(program.eqns[-1]) is None) == (want is None or known != [True, False])
+    assert found == ([] if want is None else [want])
+
+
+LIMIT = 128  # A matrix of this size is no large one.
+
+
+@pytest.mark.parametrize(
+    ("fun", "types", "known", "count"),
+    [
+        (lambda x, w: x @ w, [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, True], 1),
+        (lambda x, w: x @ w, [(2, LIMIT), (LIMIT, LIMIT)], [False, True], 0),
+        (lambda x, w: x @ w, [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, False], 0),
+        (lambda x, w: x @ jnp.sin(w), [(2, LIMIT + 1), (LIMIT + 1, LIMIT)], [False, True], 0),
+        (lambda x, w: x.T @ w, [(LIMIT + 1, LIMIT), (LIMIT + 1, LIMIT)], [True, False], 0),
+        (
+            lambda x, w: x @ w.astype(jnp.float32),
+            [(2, 2 * LIMIT), jax.ShapeDtypeStruct((2 * LIMIT, 2 * LIMIT), jnp.bfloat16)],
+            [False, True],
+            0,
+        ),
+    ],
+)
+def test_large_weights_of_a_step_are_marked_that_it_reads_in_place(fun, types, known, count):
+    program = traced(fun, *types)
+    found, consts = _remat_rewrites._mark_reads_in_step(program, known, 1)
+    assert (found is program) == (count == 0)
+    assert str(found).count("reparax_read") == count
+    assert len(found.invars) == len(consts) + 2
+
+
+def test_what_a_loop_carries_is_no_slice_of_a_step():
+    def looped(h, k, m, w):
+        return lax.scan(lambda c, w: ((c[0] @ c[1] @ w, c[2], c[1]), None), (h, k, m), w)[0]
+
+    n = LIMIT + 1
+    (scan,) = traced(looped, (2, n), (n, n), (n, n), (3, n, n)).eqns
+    body, consts, known = _remat_rewrites._body_with_known_inputs(scan, [False, True, True, True])
+    assert str(body).count("reparax_read") == 1
+    assert known == [True] * len(consts) + [False, True, True, True]
 
 
 STACK = (12, 64, 64)  # three times as large as what is worth to be moved
@@ -201,6 +384,14 @@ def scan_of(make):
 
 MOVED = {
     "a normed weight": (scan_of(lambda g, v: g * jnp.sin(v)), [(12, 1, 64), STACK], 1),
+    "a matrix for all layers": (scan_of(lambda u, v: u[None] * jnp.sin(v)), [(64, 64), STACK], 1),
+    "lengths of another layout": (scan_of(lambda g, v: jnp.swapaxes(g, 0, 1) * jnp.sin(v)), [(1, 12, 64), STACK], 1),
+    "numbers of layers": (scan_of(lambda v: jnp.sin(v) * lax.broadcasted_iota(jnp.float32, STACK, 0)), [STACK], 1),
+    "a bias of all steps": (
+        lambda b, v, x: lax.scan(lambda x, w: (jnp.tanh(x @ w) + b, None), x, jnp.sin(v))[0],
+        [(8, 64), STACK],
+        1,
+    ),
     "an input": (scan_of(lambda v: v), [STACK], 0),
     "a small weight": (scan_of(jnp.sin), [(4, 64, 64)], 0),
     "a weight of data": (scan_of(jnp.sin), [STACK], 0),
@@ -233,6 +424,33 @@ def test_stacked_weights_are_computed_in_the_steps_of_a_scan(name):
         np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
 
 
+def halves(c, n):
+    """Of the size of a stack, made of sums ``c`` over all layers, of which ``n`` columns are used twice."""
+    sums = jnp.cumsum(c, 0)
+    return jnp.concatenate([sums, sums[:, :, :n]], 2)
+
+
+WORTH = {
+    "a weight": (jnp.sin, [STACK], True),
+    "just large": (jnp.sin, [(12, 64, 22)], True),
+    "just small": (jnp.sin, [(16, 64, 16)], False),
+    "sums over layers": (lambda a: jnp.cumsum(a, 0), [STACK], False),
+    "half of it is stored": (lambda a, c: jnp.sin(a) + halves(c, 32), [STACK, (12, 64, 32)], True),
+    "more than half of it is stored": (lambda a, c: jnp.sin(a) + halves(c, 30), [STACK, (12, 64, 34)], False),
+    "a transpose": (lambda a: jnp.swapaxes(a, 0, 1), [(64, 12, 64)], False),
+    "a large input is summed": (lambda a: jnp.sum(jnp.sin(a), 1), [STACK], True),
+    "a large matrix for all": (lambda a, b: a @ b, [(12, 64), (64, 512)], False),
+    "an input": (lambda a: a, [STACK], False),
+}
+
+
+@pytest.mark.parametrize("name", WORTH)
+def test_stacked_weights_are_moved_if_little_is_stored_in_their_place(name):
+    fun, shapes, want = WORTH[name]
+    program = traced(fun, *shapes)
+    assert _remat_rewrites._is_worth_moving(program, program.outvars[0]) == want
+
+
 def uniform(key, shape=(16, 64)):
     return jax.random.uniform(key, shape)
 
@@ -241,6 +459,10 @@ MASKS = {
     "a mask": (lambda w, k: jnp.where(uniform(k) < 0.5, w, 0), 1),
     "a mask and its opposite": (lambda w, k: (lambda m: jnp.where(m, w, 0) * jnp.where(~m, w, 1))(uniform(k) < 0.5), 1),
     "two masks of the same numbers": (lambda w, k: (lambda u: jnp.where((u < 0.5) | (u > 0.7), w, 0))(uniform(k)), 2),
+    "a mask of a mask and of numbers": (
+        lambda w, k: jnp.where(jax.jit(lambda m, n: m & (n > 0))(uniform(k) < 0.5, jnp.ones((16, 64))), w, 0),
+        2,
+    ),
     "numbers that are read too": (lambda w, k: (lambda u: jnp.where(u < 0.5, w, u))(uniform(k)), 0),
     "numbers of another mask that are read": (
         lambda w, k: (lambda u, v: jnp.where(u < v, w, 0) * jnp.where(v < 0.5, v, 0))(
@@ -304,14 +526,88 @@ def test_residuals_are_read_again_recomputed_or_stored():
     assert list(forward.known_inputs) == [True, False]
 
 
-def test_dead_code_takes_its_inputs_along():
-    program = traced(lambda a, b, x, w: (jnp.sin(a) * b, x @ jnp.sin(w)), *4 * [(3, 3)])
-    call = _remat_derivative.RematCall(program, [True, False, False, True])
-    whole = traced(lambda *args: _remat_derivative.recomputed_call(call, args), *4 * [(3, 3)])
-    (eqn,) = jaxprs.keep_used(whole, [False, True])[0].eqns
-    left = _remat_derivative.call_of(eqn.params)
-    assert [e.primitive.name for e in left.program.eqns] == ["sin", "dot_general"]
-    assert (left.known_inputs, left.n_tangents, len(eqn.invars)) == ([False, True], 0, 2)
+# ---- calls that hold a program
+
+
+def call_in(fun, *types):
+    """The one call of ``remat`` in a function, and the equation of this call."""
+    eqns = [eqn for eqn in jax.make_jaxpr(fun)(*types).jaxpr.eqns if eqn.primitive.name.startswith("reparax_")]
+    (eqn,) = eqns
+    return _remat_derivative.call_of(eqn.params), eqn
+
+
+def both(w, x):
+    """A weight and data in one call, which keeps masks."""
+    program = traced(lambda w, x: (x @ jnp.sin(w), jnp.exp(x)), w.shape, x.shape)
+    return _remat_derivative.recomputing_function(program, [True, False], keeps_masks=True)(w, x)
+
+
+W, X = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3), (2, 3)))
+
+
+def checked(w, x):
+    return checkify.checkify(both, errors=checkify.nan_checks)(w, x)[1]
+
+
+def test_a_call_keeps_its_flags_under_transformations():
+    for fun, x in ((both, X), (jax.vmap(both, (None, 0)), jax.ShapeDtypeStruct((5, 2, 3), jnp.float32)), (checked, X)):
+        call, eqn = call_in(fun, W, x)
+        assert call.known_inputs == [False] * (len(eqn.invars) - 2) + [True, False]
+        assert (call.keeps_masks, call.n_tangents) == (True, 0)
+        assert call.n_fixed == len(eqn.invars)
+
+
+@pytest.mark.parametrize(
+    ("fun", "used", "read", "n_tangents"),
+    [
+        (lambda w, x, y: (x @ w, y * 2), [True, True], [True, True, True], 2),
+        (lambda w, x, y: (x @ w, y * 2), [True, False], [True, True, False], 1),
+        (lambda w, x, y: (x @ w, y * 2), [False, True], [False, False, True], 1),
+        (lambda w, x, y: (x @ w, y * 2), [False, False], None, 0),
+        (lambda w, x, y: (x @ printing(w), y * 2), [False, False], [True, False, False], 0),
+    ],
+)
+def test_a_call_loses_outputs_that_nobody_reads_and_what_they_alone_need(fun, used, read, n_tangents):
+    program = traced(fun, *3 * [(3, 3)])
+    call = _remat_derivative.RematCall(program, [True, False, False], n_tangents=2, keeps_masks=True)
+    whole = traced(lambda *args: _remat_derivative.linear(call, args), *3 * [(3, 3)])
+    found, are_read = jaxprs.keep_used(whole, used)
+    if read is None:
+        assert not found.eqns
+        return
+    (eqn,) = found.eqns
+    assert are_read == read
+    assert len(eqn.outvars) == sum(used)
+    known = [flag for flag, is_read in zip(call.known_inputs, read, strict=True) if is_read]
+    pruned = _remat_derivative.call_of(eqn.params)
+    assert (pruned.known_inputs, pruned.n_tangents, pruned.keeps_masks) == (known, n_tangents, True)
+    assert len(pruned.program.outvars) == sum(used)
+
+
+@pytest.mark.parametrize(
+    ("fun", "want"),
+    [
+        (lambda w, x: jnp.sum(jnp.tanh(x @ jnp.sin(w))), "a"),
+        (lambda w, x: jnp.sum(jnp.tanh(x @ w.T)), ""),
+        (lambda w, x: jnp.sum(jnp.tanh(jnp.sin(x) @ w)), ""),
+    ],
+)
+def test_the_backward_pass_recomputes_from_what_is_behind_a_barrier(fun, want):
+    program = traced(jax.grad(rpx.remat(fun), (0, 1)), W.shape, X.shape)
+    read = [v for eqn in program.eqns if eqn.primitive.name == "optimization_barrier" for v in eqn.invars]
+    assert names_of(program, read) == list(want)
+
+
+def test_under_a_taylor_series_a_call_is_its_program():
+    def along(w, change, x):
+        return jet(lambda w: _remat_derivative.recomputed_call(call, [w, x]), (w,), ((change, jnp.zeros_like(w)),))
+
+    call = _remat_derivative.RematCall(traced(lambda w, x: x @ jnp.sin(w), (3, 3), (2, 3)), [True, False])
+    w, change, x = normal(3, 3), normal(3, 3, seed=1), normal(2, 3, seed=2)
+    [value], [(first, second)] = jax.jit(along)(w, change, x)
+    np.testing.assert_allclose(value, x @ np.sin(w), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(first, x @ (np.cos(w) * change), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(second, x @ (-np.sin(w) * change**2), rtol=1e-5, atol=1e-6)
 
 
 def plain(w, x):
@@ -338,6 +634,34 @@ def test_a_jax_in_whose_programs_nothing_is_found_is_refused(monkeypatch):
 
         patched.setattr(_saved_residuals, "recomputing_function", with_one_more)
         assert not _saved_residuals._is_compatible()
+
+
+MINE = rpx.transforms.local_reparametrization(plain)
+CALLS = {
+    _factored: (rpx.factored(plain), lambda w, x: rpx.explain(plain, w, x)),
+    _local: (MINE, lambda w, x: rpx.explain(MINE, w, x)),
+    _remat: (rpx.remat(plain),),
+    _saved_residuals: (lambda w, x: rpx.transforms.saved_residuals(plain, w, x),),
+}
+
+
+def test_each_transform_asks_whether_its_jax_is_known(monkeypatch):
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(jaxprs, "check_this_jax", seen.append)
+        for module in (_factored, _saved_residuals):
+            module.check_this_jax.__wrapped__()
+    assert seen == [_factored._is_compatible, _saved_residuals._is_compatible]
+
+    def refuse():
+        raise RuntimeError("refused")
+
+    for module, calls in CALLS.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "check_this_jax", refuse)
+            for call in calls:
+                with pytest.raises(RuntimeError, match="refused"):
+                    call(W, X)
 
 
 # ---- reports

@@ -341,7 +341,7 @@ def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
 
 def _pattern_of_one_depth(paths: list[str], known_paths: Collection[str]) -> str:
     """Returns a regular expression for paths of equal depth, with wildcards if they match no other known path."""
-    columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
+    columns = [dict.fromkeys(column) for column in zip(*(path.split("/") for path in paths), strict=True)]
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
 

@@ -125,12 +125,12 @@ class Target(Entry):
         """Raises an error if the rows of a stage are not the inputs of the array."""
         ndim, (inputs, outputs) = len(self.heads or self.shape), self.input_and_output_axes
         if stage.rows is not None:
-            rows = tuple(axis % ndim for axis in list_axes(stage.rows))
+            rows = {axis % ndim for axis in list_axes(stage.rows)}
         else:
             columns = list_axes(-1 if stage.columns is None else stage.columns)
-            rows = tuple(sorted(set(range(ndim)) - {axis % ndim for axis in columns}))
+            rows = set(range(ndim)) - {axis % ndim for axis in columns}
         has_other_axes = self.heads and stage.axes_of(ndim) != (inputs, outputs)
-        if set(rows) != set(inputs) or has_other_axes:
+        if rows != set(inputs) or has_other_axes:
             raise ValueError(
                 f"PEFT's adapters map inputs to outputs, but {stage!r} has other axes. Pass "
                 f"`rows={one_or_tuple(inputs)}, columns={one_or_tuple(outputs)}` to the stage"

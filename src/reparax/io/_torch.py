@@ -335,7 +335,7 @@ def _require_matching(p: Parametrization, plan: TorchPlan, state: Mapping[str, A
         if expected is None:
             lines[name] = f"unexpected, holds {found}"
         elif found != expected:
-            fit = _suggest_fit(plan, name, tuple(x.shape))
+            fit = _suggest_fit(plan, name, x.shape) if x.shape != types[name].shape else ""
             lines[name] = f"expected {expected} for {owners[name].path}, got {found}{fit}"
     if not lines:
         return

@@ -98,6 +98,10 @@ class Rules(Protocol):
         """
         ...
 
+    def on_shard(self, x: Sum, facts: Facts) -> Sum:
+        """Returns the shard of a ``Sum`` in the body of a ``shard_map``, given the ``Facts`` about this shard."""
+        ...
+
 
 class LoopStep(NamedTuple):
     """The current step of a scan: its index, which is None if the rules do not need it, and the number of steps."""
@@ -487,7 +491,9 @@ def _interpret_shard_map(operation: Operation) -> list[Any]:
         """Computes the outputs on one device, from its shard of each operand and the index of each enclosing step."""
         steps_on_shard = tuple(step._replace(index=index) for step, index in zip(steps, indices, strict=True))
         on_shard = replace(operation, interpreter=replace(operation.interpreter, steps=steps_on_shard))
-        return _interpreted_body(on_shard, facts)(*(_sum_on_shard(x) if isinstance(x, Sum) else x for x in shards))
+        pairs, rules = zip(shards, facts, strict=True), operation.interpreter.rules
+        args = [rules.on_shard(_sum_on_shard(x), fact) if isinstance(x, Sum) else x for x, fact in pairs]
+        return _interpreted_body(on_shard, facts)(*args)
 
     indices = [step.index for step in steps]
     return list(jaxprs.run_sharded(eqn, body_on_shard, (specs, PartitionSpec()), (operands, indices)))

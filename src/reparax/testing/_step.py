@@ -65,7 +65,7 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
     """Returns how a value differs from the expected value, as text; empty if the difference is only rounding."""
     eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
-    ((_, difference),) = evidence.errors({"x": new}, {"x": expected})
+    ((_, difference),) = evidence.errors(new, expected)
     if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
         return ""
     if evidence.equal(new, old):

@@ -177,7 +177,7 @@ def _updates_of_fixed(p: Parametrization, raw: PyTree, updates: PyTree) -> PyTre
         # Equal entries get a zero update, because infinity minus itself would be NaN.
         return new.astype(jnp.int8) - w.astype(jnp.int8) if new.dtype == bool else jnp.where(new == w, 0, new - w)
 
-    moved = jax.tree.map(added, raw, updates, is_leaf=is_none)
+    moved = jax.tree.map(added, raw, updates)
     return jax.tree.map(update_to, _updated(p, moved), moved, raw, updates, is_leaf=is_none)
 
 

@@ -692,6 +692,11 @@ class Factoring:
         self.plan.record_read(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
+    def on_shard(self, x: Sum, facts: Facts) -> Sum:
+        """Returns a shard of a weight in factors, which has the same record as the weight."""
+        del facts  # The interpreter passes them to all rules.
+        return x
+
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Returns matrices that are looked up in a stacked weight, in factors, or as an array if the plan forms them.
 

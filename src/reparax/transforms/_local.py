@@ -246,11 +246,11 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
             return weight_operand == 0
         case _ if weight.entries_may_repeat:  # Variances of repeated entries do not add up in a product.
             return False
-        case equations.Gather():
-            return weight_operand == 0
+        case equations.Gather():  # The weight is the table, because indices are integers.
+            return True
         case equations.Conv():  # The second operand is the kernel.
             return weight_operand == 1 and view.batch_group_count == 1
-        case equations.RaggedDot() if weight_operand == 2 or not view.is_whole:
+        case equations.RaggedDot() if not view.is_whole:
             return False
         case equations.Dot() | equations.RaggedDot():
             return contract_with_data(view, weight_operand, data, weight.std.products) is not None
@@ -528,6 +528,10 @@ class Drawing:
         self._record_read(interpreter, read)
         return array_of(x)
 
+    def on_shard(self, x: Sum, facts: Facts) -> Sum:
+        """Returns a shard of a noisy weight, whose record says over which mesh axes its shards differ."""
+        return replace(x, maker=replace(x.maker, facts=facts))
+
 
 CONTRACTIONS = equations.Dot, equations.RaggedDot, equations.Conv
 """The equations that multiply data by a weight and sum over entries."""
@@ -555,8 +559,9 @@ def _row_sizes(operation: Operation) -> list[Any]:
         pairs = [(x, sources[i]) for i, x in weights]
         return not any(source is not None and x.ndim and _has_noise_along(x, source) for x, source in pairs)
 
-    looked_up = {draw.source: draw.rows for _, x in weights for *_, draw in _draws_in(x)}
-    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up.values()]
+    # Several draws in a weight were looked up together, so their rows count once.
+    looked_up = dict.fromkeys(draw.rows for _, x in weights for *_, draw in _draws_in(x))
+    sizes = [*(n for i, n in enumerate(view.type.shape) if n != 1 and is_row(i)), *looked_up]
     return [n for n in sizes if n != 1]  # A draw that was not looked up has one row.
 
 
@@ -627,8 +632,7 @@ def _rounded_sum(operation: Operation) -> list[Sum] | None:
     if not isinstance(view, equations.ConvertType):
         return None
     (x,) = operation.args
-    is_kept = isinstance(x, Sum) and is_narrowing_cast(x.dtype, view.new_dtype)
-    return [replace(x, dtype=view.new_dtype)] if is_kept else None
+    return [replace(x, dtype=view.new_dtype)] if is_narrowing_cast(x.dtype, view.new_dtype) else None
 
 
 def _combined_sum(operation: Operation) -> Sum | None:
@@ -645,8 +649,8 @@ def _combined_sum(operation: Operation) -> Sum | None:
     match view:
         case equations.Select():
             x = select_sum(args)
-        case equations.Gather():  # The weight must be the table, not the indices.
-            x = look_up(view, weight, args[1:]) if weight is args[0] else None
+        case equations.Gather():  # The weight is the table, because indices are integers.
+            x = look_up(view, weight, args[1:])
         case _:
             x = make_sum(operation.eqn, args, operation.facts)
     # Reports show the type of a weight before it was contracted or looked up.

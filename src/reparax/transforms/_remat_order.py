@@ -187,9 +187,8 @@ def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
     """
     smallest = {v: v for v in program.invars}
     for eqn in program.eqns:
-        operands = jaxprs.variables(eqn.invars)
-        candidates = [smallest[v] for v in operands if v in smallest]
-        for v in eqn.outvars if operands else []:
+        candidates = [smallest[v] for v in jaxprs.variables(eqn.invars) if v in smallest]
+        for v in eqn.outvars if candidates else []:
             smallest[v] = min([*candidates, v], key=_bytes_of)  # A tie goes to a value nearer to the inputs.
     return smallest
 

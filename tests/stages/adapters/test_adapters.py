@@ -12,6 +12,9 @@ from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
+from reparax.stages.adapters import _adapters
+
+SHAPES = (5, 3), (3, 4)
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -160,6 +163,31 @@ def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
         want = (turned.reshape(n, -1) + 2.0 * product).reshape(turned.shape).transpose(np.argsort(order))
         np.testing.assert_allclose(effective(p, raw)["kernel"], want, rtol=1e-5, atol=1e-5)
         assert held["a"].shape[-1] == held["b"].shape[0] == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_factors_of_a_smaller_rank_are_the_nearest_and_balanced(dtype):
+    real, imaginary = ([np.asarray(normal(*shape, seed=seed)) for shape in SHAPES] for seed in (1, 2))
+    a, b = ((x + 1j * y if dtype == "complex64" else x).astype(dtype) for x, y in zip(real, imaginary, strict=True))
+    found = jax.jit(_adapters._nearest_factors, static_argnums=2)(a, b, 2)
+    left, singular, right = np.linalg.svd(a.astype(complex) @ b)
+    got_a, got_b = map(np.asarray, found)
+    assert got_a.dtype == got_b.dtype == dtype
+    np.testing.assert_allclose(got_a @ got_b, left[:, :2] * singular[:2] @ right[:2], rtol=1e-4, atol=1e-5)
+    for gram in (got_a.conj().T @ got_a, got_b @ got_b.conj().T):
+        np.testing.assert_allclose(gram, np.diag(singular[:2]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_larger_rank_appends_what_is_fresh_and_zeros():
+    old, new = rpx.LoRA(2, alpha=2.0), rpx.LoRA(3, alpha=6.0)
+    a, b, w, fresh = (np.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(5, 2), (2, 4), (5, 4), (5, 3)]))
+    got = jax.jit(lambda values, fresh: new._convert(old, values, fresh))({"a": a, "b": b, "w": w}, {"a": fresh})
+    np.testing.assert_array_equal(got["a"], np.concatenate([a, fresh[:, 2:]], axis=1))
+    np.testing.assert_allclose(got["b"], np.concatenate([b / 2, np.zeros((1, 4), np.float32)]), rtol=1e-6)
+    np.testing.assert_array_equal(got["w"], w)
+    assert new._grown_values(old) == ("a",)
+    assert rpx.LoRA(3, alpha=3.0)._grown_values(old) == ("a", "b")
+    assert old._grown_values(new) == ()
 
 
 # What trains, and what stages to the left see. ---------------------------------------------------------------------

@@ -57,6 +57,26 @@ def test_the_matrix_is_its_singular_value_decomposition(stage, shape, rank, spec
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", ["fixed rank"])
+def test_a_new_base_is_where_the_vectors_are(name):
+    stage, shape, rank, _ = SPECTRA[name]
+    bases = [scipy.linalg.polar(normal(size, rank, seed=size))[0] for size in shape]
+    u, v = (normal(size, rank, seed=10 + i) for i, size in enumerate(shape))
+    values = {"u": u, "v": v, "s": normal(rank, seed=20), "base_u": bases[0], "base_v": bases[1]}
+    with jax.enable_x64():
+        got = jax.jit(stage.update_base_leaf)(values)
+    want = {
+        "u": 0 * u,
+        "v": 0 * v,
+        "s": values["s"],
+        "base_u": by_cayley(bases[0], u),
+        "base_v": by_cayley(bases[1], v),
+    }
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_allclose(got[name], x, rtol=0, atol=1e-13)
+
+
 # ---- init
 
 

@@ -114,6 +114,12 @@ def test_max_norm_leaves_shorter_weights_bit_for_bit():
     np.testing.assert_array_equal(read(p, init(p, {"w": w})), w)
 
 
+def test_a_vector_of_the_largest_norm_has_the_gradient_of_one_inside():
+    v, upstream = np.float32([[3, 0], [4, 5]]), normal(2, 2)
+    raw = {"w": {"@max_norm": {"v": v}}}
+    np.testing.assert_array_equal(pulled(rpx.norms.MaxNorm(5.0, axis=-1), raw, upstream)["@max_norm"]["v"], upstream)
+
+
 def test_max_norm_inverts_at_the_sphere_beyond_it():
     v = np.array([[0.3, 3.0], [0.4, 4.0]], np.float32)
     got = read(rpx.norms.MaxNorm(2.0, axis=-1), {"w": {"@max_norm": {"v": v}}})

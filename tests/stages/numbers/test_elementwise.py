@@ -122,6 +122,11 @@ def test_simplex_starts_at_the_nearest_point(dtype):
         np.testing.assert_allclose(got, nearest(w), atol=4 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3)])
+def test_a_simplex_without_numbers_is_itself(shape):
+    assert rpx.numbers.Simplex(along=-1).project(np.zeros(shape, np.float32)).shape == shape
+
+
 def test_samples_of_the_simplex_are_uniform(key):
     points = np.asarray(jax.jit(rpx.numbers.Simplex(along=-1).sample, static_argnums=1)(key, (4096, 3)), np.float64)
     # The Dirichlet distribution of ones: mean 1/3, variance 1/18, and a number exceeds t with probability (1 - t)^2.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises
 from one_array import gradient, normal
 
 import reparax as rpx
@@ -22,6 +23,17 @@ def test_the_gradient_of_a_cast_arrives_in_the_raw_dtype(raw, effective):
     grad = jax.jit(lambda raw: gradient(p, raw))({"w": np.full((3, 2), 1.5, jnp.dtype(raw))})["w"]
     assert grad.dtype == raw
     np.testing.assert_array_equal(np.asarray(grad, np.float32), np.full((3, 2), 3.0))
+
+
+def test_a_dtype_is_stored_by_its_name():
+    assert rpx.quantized.Cast(jnp.bfloat16) == rpx.quantized.Cast("bfloat16")
+    assert rpx.quantized.Cast(np.float16).dtype == "float16"
+
+
+@pytest.mark.parametrize(("dtype", "got"), [("foo", "'foo'"), (None, "None"), ("int32", "'int32'"), (bool, "'bool'")])
+def test_what_is_no_floating_dtype_is_refused(dtype, got):
+    with raises(TypeError, f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {got}."):
+        rpx.quantized.Cast(dtype)
 
 
 def test_cast_leaves_complex_and_whole_numbers_alone():

@@ -9,6 +9,7 @@ from grids import mostly_thorough
 from ml_dtypes import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
 
 import reparax as rpx
+from reparax.stages.quantized import _formats
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -113,6 +114,24 @@ def test_scales_by_other_rules():
         np.testing.assert_allclose(got, np.clip(np.round(w * 127 / extent), -128, 127) * extent / 127, rtol=1e-5)
 
 
+def test_scales_by_other_rules_of_formats_with_a_zero_reach_as_far_below_it():
+    w = normal(16, 4)
+    p = rpx.Quantized("uint4", calibration_method="fixed", calibration_scale=1.5)
+    held, got = stored(p, w)
+    np.testing.assert_allclose(held["scale"], 0.2, rtol=1e-6)  # from -1.5 to 1.5 in fifteen steps
+    zero = held["zero"].item()
+    assert zero in (7, 8)  # around 7.5
+    np.testing.assert_allclose(got, (np.clip(np.round(w / 0.2 + zero), 0, 15) - zero) * 0.2, atol=1e-5)
+
+
+def test_the_mean_square_of_small_numbers_in_a_short_block_does_not_vanish():
+    w = np.float32(1e-25) * normal(7, 2)
+    held, _ = stored(rpx.Quantized("int8", block_size=5, calibration_method="rms"), w)
+    wide = w.astype(np.float64)
+    want = np.sqrt([np.mean(wide[:5] ** 2, axis=0), np.mean(wide[5:] ** 2, axis=0)]) / 127
+    np.testing.assert_allclose(held["scale"], want, rtol=1e-5)
+
+
 def of_gguf(w, low, top):
     """Codes and scales of blocks of 32 as gguf 0.17 computes those of Q4_0 and Q5_0."""
     rows = w.T.reshape(-1, 32)
@@ -197,3 +216,137 @@ SIZES = [
 def test_bits_for_each_weight(p, bits):
     raw = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct((1024, 512), np.float32)})
     assert sum(8 * x.size * x.dtype.itemsize for x in jax.tree.leaves(raw)) / (1024 * 512) <= bits + 1e-3
+
+
+def offset_of_gguf(w, top):
+    """Codes, scales and offsets of blocks of 32 as gguf computes those of Q4_1 and Q5_1."""
+    rows = w.T.reshape(-1, 32)
+    low = rows.min(1, keepdims=True)
+    scale = (rows.max(1, keepdims=True) - low) / np.float32(top)
+    codes = np.clip(np.trunc((rows - low) * (1 / scale) + np.float32(0.5)), 0, top)
+    return codes.reshape(w.T.shape).T, *(x.astype(np.float16).reshape(w.shape[1], -1).T for x in (scale, -low))
+
+
+@pytest.mark.parametrize(("name", "bits"), [("gguf:q4_1", 4), ("gguf:q5_1", 5)])
+def test_offsets_of_gguf_are_the_smallest_numbers(name, bits):
+    w = normal(64, 4) + np.float32(0.5)
+    codes, scale, offset = offset_of_gguf(w, 2**bits - 1)
+    held, got = stored(rpx.Quantized(name), w)
+    np.testing.assert_array_equal(bits_of(held["q"], bits), codes)
+    for found, want in ((held["scale"], scale), (held["offset"], offset)):
+        np.testing.assert_array_equal(found.view(np.uint16), want.view(np.uint16))
+    scale, offset = (np.repeat(x, 32, axis=0).astype(np.float32) for x in (scale, offset))
+    np.testing.assert_allclose(got, codes * scale - offset, rtol=1e-6, atol=1e-6)
+
+
+def test_eight_bits_of_gguf_round_halves_away_from_zero():
+    w = np.array([[127, 2.5, -2.5, 0.5, -0.5, 1.5, -127, 3] * 4], np.float32).T
+    held, got = stored(rpx.Quantized("gguf:q8_0"), w)
+    want = [127, 3, -3, 1, -1, 2, -127, 3] * 4
+    np.testing.assert_array_equal(held["q"][:, 0], want)
+    assert (held["scale"].dtype, held["scale"].tolist()) == (np.float16, [[1.0]])
+    np.testing.assert_array_equal(got[:, 0], want)
+
+
+@pytest.mark.parametrize("name", ["gguf:q4_k", "gguf:q6_k"])
+def test_scales_of_superblocks_are_codes_in_units_of_the_largest(name):
+    block, shared, top = {"gguf:q4_k": (32, 8, 63), "gguf:q6_k": (16, 16, 127)}[name]
+    w = normal(512, 2) * np.repeat(np.linspace(0.2, 2, 512 // block, dtype=np.float32), block)[:, None]
+    rows = w.T.reshape(2, -1, shared, block)  # two superblocks of each column
+
+    def coded(x):
+        unit = x.max(2, keepdims=True) * np.float32(1 / top)
+        codes = np.round(x / unit)
+        return codes, unit, (codes * unit)[..., None]
+
+    held, got = stored(rpx.Quantized(name), w)
+    if name == "gguf:q4_k":
+        low, high = np.minimum(rows.min(3), 0), np.maximum(rows.max(3), 0)
+        (codes, unit, scale), (offsets, offset_unit, offset) = coded((high - low) / np.float32(15)), coded(-low)
+        want = np.clip(np.round((rows + offset) / scale), 0, 15) * scale - offset
+        np.testing.assert_array_equal(held["offset"], offsets.reshape(2, -1).T)
+        np.testing.assert_allclose(held["offset_unit"], offset_unit.reshape(2, -1).T, rtol=1e-6)
+    else:
+        codes, unit, scale = coded(np.abs(rows).max(3) / np.float32(31))
+        want = np.clip(np.round(rows / scale), -32, 31) * scale
+    np.testing.assert_array_equal(held["scale"], codes.reshape(2, -1).T)
+    np.testing.assert_allclose(held["unit"], unit.reshape(2, -1).T, rtol=1e-6)
+    off = np.abs(got - want.reshape(2, -1).T)
+    assert np.sum(off > 1e-5) <= 2  # a number half way between two may go to either
+
+
+# ---- what formats are made of
+
+ROUNDED = {
+    "up": (_formats.round_half_up, [-2, -1, 0, 1, 2, 3, 7, -8]),
+    "away": (_formats.round_half_away, [-3, -2, -1, 1, 2, 3, 7, -8]),
+    "even": (_formats.round_half_even, [-2, -2, 0, 0, 2, 2, 7, -8]),
+}
+
+
+@pytest.mark.parametrize(("rounded", "want"), ROUNDED.values(), ids=ROUNDED)
+def test_halves_are_rounded_by_three_rules(rounded, want):
+    x = jnp.array([-2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 9, -9], jnp.float32)
+    np.testing.assert_array_equal(rounded(x, -8, 7), want)
+
+
+TABLE = {  # bits, least and largest number, block, dtype of scales, how many share a unit, zero, early
+    "int8": (8, -128, 127, None, None, "", False),
+    "int2": (2, -2, 1, None, None, "", False),
+    "int1": (1, -1, 1, None, None, "", False),
+    "uint8": (8, 0, 255, None, None, "zero", False),
+    "uint1": (1, 0, 1, None, None, "zero", False),
+    "nf4": (4, -1, 1, None, None, "", False),
+    "float4_e2m1fn": (4, -6, 6, None, None, "", False),
+    "float8_e4m3fn": (8, -448, 448, None, None, "", False),
+    "float8_e5m2": (8, -57344, 57344, None, None, "", False),
+    "mxfp8": (8, -448, 448, 32, ("exponent", 0, 1, 0), "", False),
+    "mxfp4": (4, -6, 6, 32, ("exponent", 0, 1, 0), "", False),
+    "nvfp4": (4, -6, 6, 16, ("float8_e4m3fn", 2**-6, 448, 0), "", False),
+    "gguf:q4_0": (4, -8, -8, 32, ("float16", 0, 1, 0), "", True),
+    "gguf:q4_1": (4, 0, 15, 32, ("float16", 0, 1, 0), "offset", True),
+    "gguf:q5_0": (5, -16, -16, 32, ("float16", 0, 1, 0), "", True),
+    "gguf:q5_1": (5, 0, 31, 32, ("float16", 0, 1, 0), "offset", True),
+    "gguf:q8_0": (8, -128, 127, 32, ("float16", 0, 1, 0), "", True),
+    "gguf:q4_k": (4, 0, 15, 32, ("uint8", 0, 63, 8), "offset", False),
+    "gguf:q6_k": (6, -32, 31, 16, ("int8", 0, 127, 16), "", False),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_formats_are_those_of_their_sources(name):
+    row = _formats.FORMATS[name]
+    scales = row.scales and (row.scales.dtype, row.scales.least, row.scales.top, row.scales.shared)
+    assert (row.numbers.bits, row.numbers.low, row.numbers.top, row.block, scales, row.zero, row.early) == TABLE[name]
+
+
+GRIDS = {
+    "whole blocks": ((6, 4), (2, 1)),
+    "short ones at the end": ((5, 4), (2, 3)),
+    "the whole": ((5, 4), (5, 4)),
+    "rows": ((5, 4), (1, 4)),
+    "entries": ((5, 4), (1, 1)),
+    "three axes": ((5, 4, 3), (3, 4, 2)),
+}
+
+
+@pytest.mark.parametrize(("shape", "sizes"), GRIDS.values(), ids=GRIDS)
+def test_blocks_are_reduced_and_spread(shape, sizes):
+    grid, x = _formats.Grid(shape, sizes), normal(*shape)
+    starts = [range(0, n, size) for n, size in zip(shape, sizes, strict=True)]
+    means, sums = np.zeros(shape, np.float32), np.zeros([len(each) for each in starts], np.float32)
+    for place in np.ndindex(*sums.shape):
+        part = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
+        means[part], sums[place] = x[part].mean(), x[part].sum()
+    np.testing.assert_allclose(grid.reduce_blocks(jnp.sum, jnp.asarray(x), 0), sums, rtol=1e-5, atol=1e-6)
+    spread = np.broadcast_to(grid.spread(grid.mean(jnp.asarray(x))), shape)
+    np.testing.assert_allclose(spread, means, rtol=1e-5, atol=1e-6)
+
+
+def test_short_tables_need_no_gather_and_long_ones_few_comparisons():
+    x, codes = jnp.ones(3), jnp.ones(3, jnp.uint8)
+    short, long = _formats.E2M1, _formats.floating_numbers("float8_e4m3fn")
+    for program in (jax.make_jaxpr(lambda x: short.encode(x, None))(x), jax.make_jaxpr(short.decode)(codes)):
+        assert "gather" not in str(program)
+    found = str(jax.make_jaxpr(long.encode)(x, jnp.zeros(3)))
+    assert 1 <= found.count(" gt ") <= 9  # 2^8 numbers are told apart by eight

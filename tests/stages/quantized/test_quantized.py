@@ -255,6 +255,14 @@ def test_stored_experts_and_convolutions():
         np.testing.assert_array_equal(got[i], want)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (32, 0)])
+@pytest.mark.parametrize("name", ["gguf:q4_0", "gguf:q4_k", "uint4", "mxfp4", "nvfp4"])
+def test_an_array_without_numbers_is_stored(name, shape):
+    p, w = rpx.Quantized(name), {"w": np.zeros(shape, np.float32)}
+    assert jax.eval_shape(lambda w: p.fold(p.init(w)), w)["w"].shape == shape
+    assert p._scale_range_error(w["w"]) is None
+
+
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())

@@ -40,6 +40,7 @@ def same(got, want):
 
 WI, WH, B = normal(3, 8, seed=1), normal(2, 8, seed=2), normal(8, seed=3)
 TABLE = normal(2, 3, 4, seed=4)
+TWO = ("wi: 3 8", "wh: 2 8")
 BLOCKS = {
     "rows": (rpx.shared.Concat(("wi: 3 8", "wh: 2 8")), {"wi": WI, "wh": WH}, np.concatenate([WI, WH])),
     "bias as a row": (
@@ -75,6 +76,15 @@ def test_the_parts_of_a_block_stand_where_numpy_puts_them(block, parts, whole):
     joined, effective = made_and_read(split, parts)
     same(joined[next(iter(parts))]["@split"], {"w": whole})
     same(effective, parts)
+
+
+def test_a_block_of_a_list_and_of_numbers_of_numpy_is_that_of_a_tuple():
+    block, same_block = rpx.shared.Concat(["wi: 3 8", "wh: 2 8"], axis=np.int64(1)), rpx.shared.Concat(TWO, axis=1)
+    assert block == same_block
+    assert hash(block) == hash(same_block)
+    assert rpx.shared.Pack({"w": block}) == rpx.shared.Pack({"w": same_block})
+    assert hash(rpx.shared.Pack({"w": block})) == hash(rpx.shared.Pack({"w": same_block}))
+    assert repr(block) == "Concat(('wi: 3 8', 'wh: 2 8'), axis=1)"
 
 
 def test_letters_take_their_sizes_from_the_arrays_so_one_stage_serves_layers_of_all_sizes():
@@ -282,19 +292,33 @@ def sizes(name):
     return SIZES if name.endswith("attention") else {}
 
 
+def params_of(name):
+    return {"cell": cell(name), "other": B}
+
+
+@jax.jit
+def all_parts(params):
+    """The raw tree of each layout."""
+    return {name: rpx.shared.Pack(name, where="cell", sizes=sizes(name)).init(params[name]) for name in LAYOUTS}
+
+
+def test_the_parts_of_every_layout_stand_where_its_library_has_them():
+    values = {k: v for x in (GATES, ATTENTION) for k, v in x.items()}
+    for name, raw in all_parts({name: params_of(name) for name in LAYOUTS}).items():
+        parts = {k: v for leaf in nodes(raw["cell"]) for k, v in leaf["@pack"].items()}
+        same(
+            parts,
+            {k: attention(k) if name == "torch.attention" and "value" in k else values[k] for k in parts}
+            | torch_out(name),
+        )
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_parts_of_a_layout_stand_where_the_library_has_them(name):
+def test_a_layout_keeps_the_laws(name):
     p = rpx.shared.Pack(name, where="cell", sizes=sizes(name))
-    params = {"cell": cell(name), "other": B}
-    raw = p.init(params)
-    values = {k: v for x in (GATES, ATTENTION) for k, v in x.items()}
-    parts = {k: v for leaf in nodes(raw["cell"]) for k, v in leaf["@pack"].items()}
-    same(
-        parts,
-        {k: attention(k) if name == "torch.attention" and "value" in k else values[k] for k in parts} | torch_out(name),
-    )
-    same(p.apply(raw), params)
+    params = params_of(name)
+    same(p.apply(p.init(params)), params)
     check_laws(p, jax.tree.map(jnp.asarray, params), laws=("right_inverse", "types", "plain_trees", "value_semantics"))
 
 
@@ -365,6 +389,13 @@ def test_a_cell_without_biases_is_one_in_every_layout():
             rpx.shared.convert(weights, "equinox.lstm", "flax.lstm")
         )
     ) == [f"{source}{gate}" for source in "hi" for gate in "fgio"]
+
+
+def test_a_file_that_keeps_no_empty_dicts_is_read():
+    p, params = rpx.shared.Split({"w": rpx.shared.Concat(("a: 2", "b: 3"))}), {"a": B[:2], "b": B[:3]}
+    raw = p.init(params)
+    assert raw["b"] == {"@split": {}}
+    same(p.apply({**raw, "b": {"@split": None}}), params)
 
 
 @pytest.mark.parametrize(("order", "same_as"), [("ifco", "ifgo"), ("cifo", "gifo"), ("icfo", "igfo")])

@@ -62,6 +62,30 @@ def test_a_target_may_be_a_regular_expression_whose_groups_its_source_names(ties
     p.check(raw, like=params)
 
 
+EQUAL = {
+    "integers": (np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), True),
+    "other integers": (np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)[::-1].copy(), False),
+    "booleans": (np.array([True, False]), np.array([True, False]), True),
+    "keys": (jax.random.key(0), jax.random.key(0), True),
+    "other keys": (jax.random.key(0), jax.random.key(1), False),
+    "rounded": (np.float32([1, 1]), np.float32([1, 1 + 2**-22]), True),
+    "by more than rounding": (np.float32([1, 1]), np.float32([1, 1 + 2**-20]), False),
+    "not a number": (np.float32([np.nan, 1]), np.float32([np.nan, 1]), True),
+    "complex": (np.complex64([1j]), np.complex64([-1j]), False),
+    "half precision": (jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.bfloat16) * 2, False),
+}
+
+
+@pytest.mark.parametrize(("x", "y", "equal"), EQUAL.values(), ids=EQUAL)
+def test_arrays_are_tied_where_they_are_equal_to_rounding(x, y, equal):
+    p = rpx.Tie({"a": "b"})
+    if equal:
+        assert places(p.init({"a": x, "b": y})) == ["a"]
+    else:
+        with pytest.raises(ValueError, match="'a' does not equal what its source 'b' gives"):
+            p.init({"a": x, "b": y})
+
+
 # ---- What is shared.
 
 

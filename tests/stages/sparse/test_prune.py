@@ -143,6 +143,17 @@ def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
             assert np.count_nonzero(read(p, init(p, {"w": w}))) == left
 
 
+def test_a_share_and_a_number_of_weights_are_no_repetition():
+    w = {"w": np.ones((4, 4), np.float32)}
+    for p in (
+        rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(count=8),
+        rpx.MagnitudePruning(count=8) >> rpx.MagnitudePruning(0.5),
+        rpx.MagnitudePruning(0.5, axis=0) >> rpx.MagnitudePruning(0.5),
+    ):
+        jax.eval_shape(p.init, w)
+    jax.eval_shape(lambda share: (rpx.MagnitudePruning(share) >> rpx.MagnitudePruning(0.5)).init(w), 0.5)
+
+
 # ---- all arrays together
 
 

@@ -327,7 +327,7 @@ def _nearest_factors(a: Array, b: Array, rank: int) -> tuple[Array, Array]:
     """Returns balanced factors whose product is the matrix of rank ``rank`` that is nearest to ``a @ b``."""
     (q, r), (q_of_rows, r_of_rows) = jnp.linalg.qr(widened(a)), jnp.linalg.qr(adjoint(widened(b)))
     u, singular, vh = jnp.linalg.svd(product(r, adjoint(r_of_rows)), full_matrices=False)
-    root = jnp.sqrt(singular[:rank])
+    root = jnp.sqrt(singular[:rank]).astype(u.dtype)
     nearest_a, nearest_b = product(q, u[:, :rank]) * root[None], root[:, None] * product(vh[:rank], adjoint(q_of_rows))
     return nearest_a.astype(a.dtype), nearest_b.astype(b.dtype)
 

@@ -81,7 +81,7 @@ class Grid:
         within = [first_part[i] + 1 for i in split_axes]
         whole = [first_part[i] for i, n in enumerate(x.shape) if i not in split_axes and self.sizes[i] == n]
         result = reduce(x.reshape([size for part in parts for size in part]), axis=(*within, *whole), keepdims=True)
-        return jnp.squeeze(result, within) if within else result
+        return jnp.squeeze(result, within)
 
     def mean(self, x: Array) -> Array:
         """Computes the mean of each block."""

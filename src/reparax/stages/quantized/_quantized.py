@@ -107,8 +107,9 @@ def is_largest_negative(x: Array, blocks: Grid) -> Array:
     """Returns whether the first entry of the largest magnitude in each block is negative."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     index = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-    first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
-    up, down = (blocks.reduce_blocks(first, jnp.where(x == end, index, x.size), x.size) for end in (largest, -largest))
+    up, down = (
+        blocks.reduce_blocks(jnp.min, jnp.where(x == end, index, x.size), x.size) for end in (largest, -largest)
+    )
     return down < up
 
 
@@ -263,7 +264,7 @@ class Scaled(Reparametrization):
 
     def _range_of(self, x: Array, blocks: Grid, *, with_zero: bool) -> tuple[Array, Array]:
         """Computes the range of numbers that the codes of each block represent; NaN if an entry is not finite."""
-        if self.calibration_method != "absmax":
+        if self.calibration_method != "absmax" or x.size == 0:
             extent = self._extent_of(x, blocks)
             return -extent, extent
         low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)

@@ -218,7 +218,7 @@ class NByM(_Masked, Constraint):
 
 def check_shares(value: Any, who: str, name: str) -> Any:
     """Checks a share of the weights from 0 to 1, or a tuple of several shares, and returns it."""
-    entries = tuple(value) if isinstance(value, tuple | list) else (value,)
+    entries = value if isinstance(value, tuple | list) else (value,)
     shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
