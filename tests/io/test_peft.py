@@ -160,6 +160,7 @@ def test_a_stored_base_and_noise_are_left_out():
         f"{PREFIX}dense.weight",
         f"{PREFIX}dense.bias",
     }
+    assert list(tensors) == sorted(tensors)
     assert config["modules_to_save"] == ["dense"]  # as it trains here
 
 

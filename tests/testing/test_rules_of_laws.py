@@ -541,6 +541,11 @@ def test_gradients_are_finite_nonzero_and_those_of_finite_differences(p: Any, te
         check("gradients", p, {"a": W}, jax.random.key(0))
 
 
+def test_differences_are_taken_on_both_sides() -> None:
+    case = evidence.Case("gradients", sloping(square, lambda w: 2 * w), {"a": W}, jax.random.key(0))
+    laws._require_slope(case, step=0.5, bound=1e-4)  # which is exact for a square
+
+
 def test_an_empty_array_needs_no_gradient(eager: Any) -> None:
     eager.setattr(evidence, "keeps_precision", lambda *_: False)
     check("gradients", sloping(square, lambda w: w), {"a": np.zeros((0, 2), np.float32)}, jax.random.key(0))
@@ -602,19 +607,28 @@ class Shifted(rpx.Perturbation):
         return w + 1
 
 
+class Raised(Shifted):
+    """Draws that are a half above their mean, which is a half above the array."""
+
+    kind = "raised_of_rules"
+
+    def mean_leaf(self, w):
+        return w + 0.5
+
+
 def test_deviations_are_those_of_one_stage_behind_the_means_of_the_stages_before_it() -> None:
-    p = rpx.Freeze(where="b") >> rpx.numbers.Scale(2.0, where="a") >> Shifted() >> Shifted(where="a")
+    p = rpx.Freeze(where="b") >> rpx.numbers.Scale(2.0, where="a") >> Raised() >> Shifted(where="a")
     keys = jax.random.split(jax.random.key(0), 3)
     mean, sums, squares = real_deviations(p, 2, started(), keys)
-    jax.tree.map(np.testing.assert_array_equal, mean, PARAMS)
-    of_mean = {name: np.sum(w) / np.abs(w).max() / w.size for name, w in PARAMS.items()}
-    for found in (sums, squares):
-        np.testing.assert_allclose(found["b"][:3], [3, 3, 3])
-        np.testing.assert_allclose(found["a"][:5], [3] * 5)
-    np.testing.assert_allclose([sums[name][-1] for name in "ab"], [3 * of_mean[name] for name in "ab"], rtol=1e-6)
-    np.testing.assert_allclose(
-        [squares[name][-1] for name in "ab"], [3 * of_mean[name] ** 2 for name in "ab"], rtol=1e-6
-    )
+    of_mean = {}
+    for name, w in PARAMS.items():
+        np.testing.assert_array_equal(mean[name], w + 0.5)
+        np.testing.assert_allclose(sums[name][: w.size + 1], [1.5] * (w.size + 1))
+        np.testing.assert_allclose(squares[name][: w.size + 1], [0.75] * (w.size + 1))
+        of_mean[name] = np.mean(w + 0.5) / np.abs(w + 0.5).max()
+    np.testing.assert_allclose([sums[name][-1] for name in "ab"], [1.5 * of_mean[name] for name in "ab"], rtol=1e-6)
+    weighted = [0.75 * of_mean[name] ** 2 for name in "ab"]
+    np.testing.assert_allclose([squares[name][-1] for name in "ab"], weighted, rtol=1e-6)
 
 
 class Ticking(rpx.Reparametrization):
@@ -649,6 +663,15 @@ def test_a_chain_beside_another_acts_on_the_arrays_that_this_one_makes_or_holds(
     for position, added in (("behind", behind), ("before", before)):
         for x in found[position]:
             np.testing.assert_allclose(x["a"], W + added)
+
+
+def test_a_wrong_stage_beside_it_would_be_seen(monkeypatch: Any) -> None:
+    monkeypatch.setattr(evidence.Doubled, "apply_leaf", lambda self, values: 3 * values["x"])
+    found = real_beside_another.__wrapped__(Ticking(), {"a": W}, KEY)
+    for got, want in zip(
+        (*found["behind"], *found["before"]), (1.5 * W + 1, W + 1, 1.5 * W + 3, 1.5 * W + 3), strict=True
+    ):
+        np.testing.assert_allclose(got["a"], want)
 
 
 def test_the_stage_beside_it_doubles_what_is_no_integer() -> None:
@@ -997,6 +1020,7 @@ def test_arrays_for_the_laws() -> None:
         (Fake(init=mapped(lambda w: w.astype(np.float16)), fold=mapped(lambda w: w.astype(np.float32))), 32, False),
         (Fake(fold=mapped(lambda w: w.astype(np.float16))), 32, False),
         (Fake(init=lambda params, key: FIXED | {"n": np.int8([1])}), 32, True),
+        (Fake(init=lambda params, key: {"a": {"@mask": {"w": W, "@fixed": {"mask": W.astype(np.float16)}}}}), 32, True),
         (Fake(init=refusing), 32, False),
     ],
 )
@@ -1040,6 +1064,7 @@ def test_stages_with_another_mean_are_left_out() -> None:
     p = rpx.WeightNorm() >> noise
     assert evidence.without_means(p) is p
     assert evidence.without_means(Half()) == rpx.Chain()
+    assert evidence.without_means(rpx.Gaussian(0.1)) == rpx.Gaussian(0.1)
     assert evidence.without_means(rpx.WeightNorm() >> Half() >> noise) == rpx.WeightNorm() >> noise
 
 
