@@ -665,8 +665,18 @@ def test_a_chain_beside_another_acts_on_the_arrays_that_this_one_makes_or_holds(
             np.testing.assert_allclose(x["a"], W + added)
 
 
+class Tripled(evidence.Doubled):
+    """A stage beside a chain that is not what it says."""
+
+    kind = "tripled_of_rules"
+    starts_elsewhere = True
+
+    def apply_leaf(self, values):
+        return 3 * values["x"]
+
+
 def test_a_wrong_stage_beside_it_would_be_seen(monkeypatch: Any) -> None:
-    monkeypatch.setattr(evidence.Doubled, "apply_leaf", lambda self, values: 3 * values["x"])
+    monkeypatch.setattr(evidence, "Doubled", Tripled)
     found = real_beside_another.__wrapped__(Ticking(), {"a": W}, KEY)
     for got, want in zip(
         (*found["behind"], *found["before"]), (1.5 * W + 1, W + 1, 1.5 * W + 3, 1.5 * W + 3), strict=True
@@ -1020,7 +1030,14 @@ def test_arrays_for_the_laws() -> None:
         (Fake(init=mapped(lambda w: w.astype(np.float16)), fold=mapped(lambda w: w.astype(np.float32))), 32, False),
         (Fake(fold=mapped(lambda w: w.astype(np.float16))), 32, False),
         (Fake(init=lambda params, key: FIXED | {"n": np.int8([1])}), 32, True),
-        (Fake(init=lambda params, key: {"a": {"@mask": {"w": W, "@fixed": {"mask": W.astype(np.float16)}}}}), 32, True),
+        (
+            Fake(
+                init=lambda params, key: {"a": {"@mask": {"w": W, "@fixed": {"mask": W.astype(np.float16)}}}},
+                fold=lambda raw: {"a": W},
+            ),
+            32,
+            True,
+        ),
         (Fake(init=refusing), 32, False),
     ],
 )
