@@ -123,6 +123,13 @@ def test_a_name_is_the_number_of_its_axis_in_every_stage(build: Callable[..., rp
     assert by_name != second
 
 
+def test_names_may_differ_by_path() -> None:
+    p = rpx.WeightNorm(axis={"up/.*": "embed", "down/.*": "mlp"})
+    raw = arrays(init(p, boxed()))
+    np.testing.assert_allclose(raw["up/kernel/@weight_norm/g"], lengths(UP, 1), rtol=1e-6)
+    np.testing.assert_allclose(raw["down/kernel/@weight_norm/g"], lengths(DOWN, 1), rtol=1e-6)
+
+
 def test_several_names_and_numbers_may_stand_together() -> None:
     params = {"out": nn.Partitioned(jnp.asarray(HEADS), ("heads", "kv", "embed"))}
     want = np.sqrt(np.sum(np.square(HEADS), axis=1, keepdims=True))

@@ -186,6 +186,14 @@ def test_nnx_reads_the_names_of_each_value(layer):
     np.testing.assert_allclose(nnx.merge(graph, folded)(x), layer[0](x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_variable_that_occurs_twice_is_refused():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^The tree holds the same nnx variable at '0/kernel' and '1', and the two "):
+        rpx.WeightNorm().init([model, model.kernel])
+    box = nn.Partitioned(KERNEL, ("a", "b"))
+    assert jax.tree.structure(rpx.VarNoise(0.0).apply([box, box], jax.random.key(0))) == jax.tree.structure([box, box])
+
+
 def test_each_array_in_a_variable_of_several_is_its_state():
     tree = {"all": nnx.Param({"a": ONES}), "seen": nnx.BatchStat({"a": ONES, "b": ONES}), "w": ONES}
     assert state_flags(tree) == [False, True, True, False]

@@ -31,6 +31,7 @@ def test_project_gives_the_nearest_point():
         ([1.0, -0.99], None, False),
         ([1.0, -0.99], 0.1, True),
         ([0.0, 0.0], None, True),
+        ([3.0, 1.0], 0.7, True),  # of its largest entry, not of that of the projection, which is 1
     ],
 )
 def test_contains_compares_with_the_projection(w, tolerance, member):

@@ -73,11 +73,28 @@ def test_a_stage_is_a_chain_of_one():
     assert (len(stage), [*stage], stage[0], stage[-1]) == (1, [stage], stage, stage)
     assert (stage[:], stage[1:]) == (rpx.Chain((stage,)), rpx.Chain())
     assert stage in stage
+    assert [stage == x for x in (3, None, other, rpx.Chain((stage,)))] == [False] * 4
     assert other not in stage
     with pytest.raises(IndexError):
         stage[1]
+    assert rpx.Chain()  # true, though it has no stages
     for p in (stage, stage >> other):  # a loop over any chain
         assert rpx.Chain(tuple(each for each in p))._parts == p._parts
+
+
+@pytest.mark.parametrize(
+    ("of", "stage"),
+    [
+        ("stochastic", rpx.VarNoise(0.1)),
+        ("changes_type", rpx.quantized.Cast("bfloat16")),
+        ("straight_through", rpx.FakeQuantized("int8")),
+        ("random_init", rpx.LoRA(2)),
+        ("has_update", rpx.SpectralNorm()),
+    ],
+)
+def test_a_chain_is_what_any_of_its_stages_is(of, stage):
+    chains = rpx.Chain(), rpx.WeightNorm() >> rpx.Mask(), rpx.Mask() >> stage, stage >> rpx.Mask(), rpx.Chain((stage,))
+    assert [getattr(p, of) for p in chains] == [False, False, True, True, True]
 
 
 def test_a_chain_is_the_composition_of_its_stages():
@@ -86,6 +103,14 @@ def test_a_chain_is_the_composition_of_its_stages():
     raw = (a >> b).init(params)
     np.testing.assert_allclose(raw["w"]["@affine"]["x"]["@affine@2"]["x"], params["w"] / 10, rtol=1e-6)
     np.testing.assert_allclose((a >> b).apply(raw)["w"], params["w"], rtol=1e-6)
+
+
+def test_nothing_is_frozen_where_no_array_is_floating_and_no_selection_is_given():
+    params = {"n": np.arange(3)}
+    assert rpx.Freeze().init(params)["n"] is params["n"]
+    for p, tree in ((rpx.Freeze(), {}), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
+        with pytest.raises(ValueError, match="selects nothing"):
+            p.init(tree)
 
 
 def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():

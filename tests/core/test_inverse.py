@@ -9,6 +9,7 @@ import pytest
 from cases import CASES
 
 import reparax as rpx
+from reparax.core.initialization import _relative_error
 
 W = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
 
@@ -110,7 +111,7 @@ def test_a_start_that_is_no_inverse_is_told_once_for_a_type(p):
 def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
     (one,) = warned(FromOne(), {"w": W})
     assert one.startswith("FromOne().init at 'w': init_leaf does not invert apply_leaf")
-    assert len(warned(Tenth(), {"w": W, "b": W[0]})) == 2
+    assert len(warned(Tenth(), {"w": W, "b": W[0], "half": W.astype(jnp.bfloat16), "z": W.astype(np.complex64)})) == 4
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float32"])
@@ -129,6 +130,26 @@ def test_nothing_is_computed_where_no_number_is_known():
     with warnings.catch_warnings(action="error"):
         jax.jit(Tenth().init)({"w": W})
         jax.eval_shape(Tenth().init, {"w": W})
+
+
+@pytest.mark.parametrize(
+    ("w", "x", "error"),
+    [
+        (W, 1.02 * W, 0.02),
+        (W, 1.009 * W, 0),
+        (np.array([1.0, -4.0], np.float32), np.array([2.0, -4.0], np.float32), 0.25),
+        (np.ones(2, jnp.bfloat16), np.full(2, 1.0625, jnp.bfloat16), 0),
+        (np.ones(2, jnp.bfloat16), np.full(2, 1.125, jnp.bfloat16), 0.125),
+        (np.array([4], np.int32), np.array([5], np.int32), 0.25),
+        (np.array([1.0, np.nan], np.float32), np.ones(2, np.float32), 0),
+        (np.array([1.0, np.inf], np.float32), np.zeros(2, np.float32), 0),
+        (np.ones(2, np.float32), np.array([1.0, np.nan], np.float32), np.inf),
+        (np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32), 0),
+        (np.array([1j, 0], np.complex64), np.array([1, 0], np.complex64), 2**0.5),
+    ],
+)
+def test_an_error_is_relative_to_the_largest_entry_and_rounding_is_none(w, x, error):
+    np.testing.assert_allclose(_relative_error(jnp.asarray(x), jnp.asarray(w)), error, rtol=1e-3)
 
 
 @pytest.mark.thorough

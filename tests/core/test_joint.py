@@ -199,7 +199,39 @@ class Wrong(rpx.stage.Joint):
         return {"w": values["w"]["v"][:1]} if self.effective is None else {}
 
 
+class Kept(rpx.stage.Joint):
+    """Each array as it is."""
+
+    raw_values = {"x": rpx.stage.main(aligned=True)}
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"] for name, held in values.items()}
+
+
+class Shortened(Kept):
+    """Each array without its first number."""
+
+    raw_values = {}
+    changes_type = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w[1:]} for name, w in arrays.items()}
+
+
+@pytest.mark.parametrize("arrays", [None, {"w": "w"}])
+def test_a_joint_stage_may_change_shapes_and_has_neither_penalties_nor_updates(arrays):
+    p = Shortened(arrays)
+    raw = p.init(ONE)
+    np.testing.assert_array_equal(p.apply(raw)["w"], [1])
+    assert (p.penalty(raw), p.has_update) == (0, False)
+
+
 ONE = {"w": np.ones(2, np.float32)}
+LEFT = {name: {"@kept": {"x": np.ones(2, np.float32)}} for name in "ab"}
+LOST = {**LEFT, "b": {"@kept": {}}}
 TWO = {"a": ONE, "b": ONE}
 
 

@@ -13,6 +13,7 @@ from grids import thorough
 
 import reparax as rpx
 from reparax.core.paths import items, path_text
+from reparax.core.raw import flatten
 
 # What is refused ------------------------------------------------------------------------------------------------------
 
@@ -353,6 +354,18 @@ def test_factors_of_layers_that_are_stacked_anywhere_have_norms_of_their_own():
     folded = jax.jit(lambda: [p.fold(p.init(layer, KEY)).kernel[...] for layer in layers])()
     for axis, x in enumerate(folded):
         np.testing.assert_allclose(np.moveaxis(x, axis, 0), nearest, atol=1e-5)
+
+
+def test_what_is_no_array_in_a_layer_does_not_count_and_biases_of_shared_layers_are_known():
+    weight = eqx.tree_at(lambda m: m.bias, linear(5, bias=(5,)), 1.0)
+    assert rpx.WeightNorm().with_axes(weight) == rpx.WeightNorm(axis=-2, stacked=0)
+    pair = eqx.nn.Embedding(4, 4, key=KEY), eqx.nn.Linear(4, 4, key=KEY)
+    shared = drawn(lambda: eqx.nn.Shared(pair, lambda pair: pair[1].weight, lambda pair: pair[0].weight))
+    axes = {path_text(place): known for place, known in flatten(shared).frame.axes.items()}
+    other = "it belongs to eqx.nn.{} in eqx.nn.Shared, so another layer may read it too"
+    assert axes["pytree/0/weight"].why == other.format("Embedding")
+    assert axes["pytree/1/weight"].why == other.format("Linear")
+    assert (axes["pytree/1/bias"].why, axes["pytree/1/bias"].are_of_vector) == ("", True)
 
 
 @pytest.mark.thorough

@@ -193,6 +193,10 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
     )
 
 
+LAYER = {"layer": eqx.nn.Linear(4, 3, key=jax.random.key(0)), "w": np.ones((4, 3), np.float32)}
+SLICED = rpx.roles(lambda params, x: x @ params["w"].sum(1), {"w": np.ones((4, 3, 2), np.float32)}, X)
+
+
 HEADS = {"w": normal(8, 4, 3), "a": normal(4, 3), "out": normal(12, 5)}
 
 
@@ -278,6 +282,25 @@ def test_what_the_network_does_not_say_is_asked_for():
         "but got a tree with ndarray at 'embed'. Pass that result.",
     ):
         rpx.WeightNorm().with_axes(PARAMS)
+
+
+def test_stages_without_axes_stay_and_fit():
+    def forward(params, x):
+        return jnp.tanh(x @ params["a"]) @ params["b"].T
+
+    params = {"a": normal(4, 2), "b": normal(4, 2)}
+
+    class Both(rpx.stage.Joint):
+        def init_leaves(self, arrays):
+            return {name: {"x": w} for name, w in arrays.items()}
+
+        def apply_leaves(self, values):
+            return {name: held["x"] for name, held in values.items()}
+
+    tie, norm = rpx.Tie({"b": "a"}), rpx.WeightNorm(axis=-1, where="a")
+    for p in (tie >> norm, Both() >> norm, Both({"w": "a"}, stacked=0) >> norm, rpx.Freeze() >> norm):
+        assert p.with_axes(rpx.roles(forward, params, X)) == p
+        assert rpx.axes.check_axes(p, forward, params, X) == ()
 
 
 def test_a_joint_stage_takes_the_word_for_stacked_axes():

@@ -9,6 +9,7 @@ import pytest
 from jax import Array
 
 import reparax as rpx
+from reparax.core.paths import has_symbols, is_traceable, types_of_result
 
 
 def test_a_field_called_value_keeps_its_name() -> None:
@@ -141,3 +142,55 @@ def test_a_mapping_without_names_keeps_its_order_and_what_is_beside_its_items() 
     found = p.apply(p.init(tree), jax.random.key(0))
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     np.testing.assert_array_equal(found.extra, tree.extra)
+
+
+class Sorted(dict[str, Any]):
+    """A mapping without names, made from a dict, whose children JAX has in the order of their names."""
+
+
+jax.tree_util.register_pytree_node(
+    Sorted,
+    lambda tree: ([tree[name] for name in sorted(tree)], tuple(sorted(tree))),
+    lambda names, xs: Sorted(zip(names, xs, strict=True)),
+)
+
+
+def test_a_mapping_that_is_made_from_a_dict_gives_names_and_comes_back() -> None:
+    p, tree = rpx.WeightNorm(axis=-1), Sorted(z=Sorted(kernel=ONES), a=BIAS)
+    raw = p.init(tree)
+    assert p.raw_paths(tree) == {"a": "a", "z/kernel": "z/kernel"}
+    assert (type(raw), type(raw["z"]), type(p.fold(raw)["z"])) == (Sorted, Sorted, Sorted)
+    np.testing.assert_allclose(p.fold(raw)["z"]["kernel"], ONES, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("x", "traceable"),
+    [
+        (np.ones(2, np.int8), True),
+        (np.float32(1), True),
+        (np.ones(2, bool), True),
+        (np.array(["a"]), False),
+        (np.array([None]), False),
+        (jnp.zeros(2), True),
+        (jax.random.key(0), True),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), True),
+        (1.0, False),
+        ("a", False),
+        (None, False),
+    ],
+)
+def test_what_a_program_takes(x: Any, traceable: Any) -> None:
+    assert is_traceable(x) == traceable
+
+
+def test_types_of_a_result_leave_out_what_is_no_array() -> None:
+    found = types_of_result(lambda tree: {**tree, "sum": jnp.sum(tree["w"])}, {"w": np.ones(2), "f": abs, "n": 3})
+    assert found == {
+        "w": jax.ShapeDtypeStruct((2,), jnp.float32),
+        "sum": jax.ShapeDtypeStruct((), jnp.float32),
+        "f": None,
+        "n": None,
+    }
+    (n,) = jax.export.symbolic_shape("n")
+    assert has_symbols([np.ones(2), jax.ShapeDtypeStruct((2, n), jnp.float32)])
+    assert not has_symbols([np.ones(2), np.ones((2, 3))])

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import reparax as rpx
 from reparax.core.chain import Mean
+from reparax.core.plan import plan_for
 
 KEY = jax.random.key(0)
 W = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -113,6 +114,43 @@ def test_an_empty_tuple_at_a_tied_place_stays_one():
     p = rpx.Tie({"b": "a"}) >> rpx.Freeze(where="c")
     raw = {**p.init({"a": W, "b": W, "c": W}), "b": {"@tie": ()}}
     assert jax.tree.structure(p.update(raw)) == jax.tree.structure(raw)
+
+
+def test_a_path_is_owned_by_those_that_hold_its_values():
+    params = dict.fromkeys("abcd", W)
+    copies = rpx.Tie({"b": "a"}) >> rpx.WeightNorm(axis=-1) >> rpx.Tie({"c": "b", "d": "a"})
+    assert copies.raw_paths(params) == dict.fromkeys("abcd", "a")
+    sums = rpx.Tie({"c": (("a", "b"), jnp.add)}, unequal="overwrite") >> rpx.Tie({"d": "c"}, unequal="overwrite")
+    assert sums.raw_paths(params) == {"a": "a", "b": "b", "c": ("a", "b"), "d": ("a", "b")}
+    twice = rpx.Tie({"b": "a"}) >> rpx.Tie({"c": (("a", "b"), jnp.add), "d": "b"}, unequal="overwrite")
+    assert twice.raw_paths(params) == dict.fromkeys("abcd", "a")
+
+
+def test_noises_in_a_row_draw_once_for_the_arrays_that_both_take():
+    params, noise = {"a": W, "b": W}, rpx.VarNoise
+    p = noise(3.0, where="a") >> noise(4.0)
+    found, five, four = (q.apply(params, KEY) for q in (p, noise(5.0), noise(4.0)))
+    np.testing.assert_allclose(found["a"], five["a"], rtol=1e-6)
+    np.testing.assert_array_equal(found["b"], four["b"])
+    apart = (noise(3.0) >> Halved() >> noise(4.0)).apply(params, KEY)["a"]
+    assert not np.allclose(apart, noise((1.5**2 + 4**2) ** 0.5).apply({"a": W / 2}, KEY)["a"])
+
+
+def test_a_plan_tells_what_computes_an_array_and_whether_the_raw_tree_has_its_values():
+    p = rpx.WeightNorm(axis=-1, where="a") >> rpx.Tie({"b": "a"}) >> rpx.VarNoise(0.1)
+    plan = plan_for(p, p.init({"a": W, "b": W, "c": W}))
+    norm, values = plan.producers["a",]
+    assert (norm, values) == (p[0], {name: ("a", "@weight_norm", name) for name in "gv"})
+    assert plan.producers.keys() == {("a",), ("b",)}
+    assert [plan.has_values((name,)) for name in "abc"] == [True, False, True]
+    assert plan.places == {name: (name,) for name in "abc"}
+    shared = rpx.Tie({"c/@lora/a": "a/@lora/a"}, unequal="overwrite") >> rpx.LoRA(1, columns=-1)
+    plan = plan_for(shared, shared.init({"a": W, "c": W}, KEY))
+    assert [plan.has_values(place) for place in (("c",), ("c", "@lora", "a"), ("c", "@lora", "b"))] == [
+        True,
+        False,
+        True,
+    ]
 
 
 class Gained(rpx.stage.Joint):

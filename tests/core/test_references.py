@@ -17,6 +17,7 @@ def test_references_are_refused():
     for method, tree, path in (
         ("init", model, "bias"),
         ("apply", model_of_raw, "bias"),
+        ("fold", model_of_raw, "bias"),
         ("init", {"w": jax.new_ref(np.ones((4, 3), np.float32))}, "w"),
     ):
         with raises(

@@ -14,6 +14,7 @@ from errors import table
 from one_array import normal
 
 import reparax as rpx
+from reparax.core.matrices import Layout, RowsAndColumns
 
 COUNT = 3
 
@@ -258,6 +259,87 @@ def test_columns_before_rows():
     assert bool(contained(rpx.matrices.Triangular(), w))
     assert bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w.T))
     assert not bool(contained(rpx.matrices.Triangular(rows=1, columns=0), w))
+
+
+def test_axes_are_merged_and_split_as_a_layout_says():
+    layout = Layout((0,), (1, 2), {"rows": (8,), "columns": (3, 4)})
+    w, v = np.arange(96).reshape(8, 3, 4), np.arange(24).reshape(2, 3, 4)
+    np.testing.assert_array_equal(layout.merge(None, w), w.reshape(8, 12))
+    np.testing.assert_array_equal(layout.split_array(w.reshape(8, 12)), w)
+    np.testing.assert_array_equal(layout.merge(("rank", "columns"), v), v.reshape(2, 12))
+    np.testing.assert_array_equal(layout.split_value(("rank", "columns"), v.reshape(2, 12)), v)
+    assert layout.merge((), v) is v
+    assert layout.split_value((), w[0, 0, 0]) == 0
+    assert layout.split_array(v) is v
+    assert layout.sizes_of(("rank", "columns"), v) == [(2,), (3, 4)]
+    turned = Layout((2,), (0, 1), {"rows": (4,), "columns": (8, 3)})
+    np.testing.assert_array_equal(turned.merge(None, w), np.moveaxis(w, 2, 0).reshape(4, 24))
+    np.testing.assert_array_equal(turned.split_array(turned.merge(None, w)), w)
+    square = Layout((0, 1), (2, 3), {"rows": (2, 3)})
+    assert square.split_array(np.zeros((6, 6))).shape == (2, 3, 2, 3)
+    both = ("rows", "columns")
+    alike = [x.merges_alike(*axes) for x in (layout, turned) for axes in ((None, both), (both, None), (both, both))]
+    assert alike == [True, True, True, False, False, True]
+    assert not layout.merges_alike(None, ("rows", "rank"))
+
+
+class OfRows(RowsAndColumns):
+    """A value that has rows alone."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows",))}
+    starts_elsewhere = True
+
+    def init_leaf(self, w):
+        return {"x": w[:, 0]}
+
+    def apply_leaf(self, values):
+        return values["x"][:, None] + jnp.zeros((1, self.width))
+
+    width = 6
+
+
+class OfColumns(OfRows):
+    """A value that has columns alone."""
+
+    raw_values = {"x": rpx.stage.main(axes=("columns",))}
+
+
+class OfBoth(OfRows):
+    """A value that has rows alone, beside the array itself."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows",)), "base": rpx.stage.fixed(base=True)}
+
+    def init_leaf(self, w):
+        return {"x": w[:, 0], "base": w}
+
+    def apply_leaf(self, values):
+        return values["x"][:, None] + 0 * values["base"]
+
+
+def test_the_sizes_of_several_columns_come_from_a_value_that_has_them():
+    raw = OfBoth(rows=0).init({"w": KERNEL})
+    np.testing.assert_array_equal(OfBoth(rows=0).apply(raw)["w"], np.broadcast_to(KERNEL[:, :1, :1], KERNEL.shape))
+    matrix = {"w": KERNEL.reshape(6, 6)}
+    np.testing.assert_array_equal(OfRows().apply(OfRows().init(matrix))["w"], np.repeat(matrix["w"][:, :1], 6, 1))
+
+
+class Doubled(RowsAndColumns):
+    """A square matrix whose value does not tell how many axes are rows."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows", "rows"))}
+    square = True
+
+    def init_leaf(self, w):
+        return {"x": 0.5 * w}
+
+    def apply_leaf(self, values):
+        return 2 * values["x"]
+
+
+@pytest.mark.parametrize("axes", [{"columns": (2, 3)}, {"rows": (0, 1)}], ids=repr)
+def test_a_square_matrix_has_as_many_rows_as_columns(axes):
+    w, p = normal(2, 3, 2, 3), Doubled(**axes)
+    np.testing.assert_allclose(p.apply(p.init({"w": w}))["w"], w, rtol=1e-6)
 
 
 # ---- errors

@@ -181,6 +181,22 @@ def test_known_arrays_stay_arrays():
     assert Anything(key).value is key
 
 
+def test_dir_shows_what_users_call_and_what_a_class_of_ones_own_adds():
+    class Counting(rpx.VarNoise):
+        count: int = 0
+        more = 1
+
+        def draw(self, w, key):
+            return w
+
+    names = {"std", "where", "stacked", "relative", "axis", "init", "apply", "fold", "update", "to_json", "original"}
+    shown = {name for name in dir(rpx.VarNoise(0.1)) if not name.startswith("_")}
+    assert names <= shown
+    assert shown.isdisjoint({"draw", "perturb", "apply_leaf", "sites", "kind", "default"})
+    assert {name for name in dir(Counting(0.1)) if not name.startswith("_")} == shown | {"count", "more"}
+    assert "_unwrapped" in dir(rpx.VarNoise(0.1))
+
+
 # ---- Infinity and NaN. ----------------------------------------------------------------------------------------------
 
 

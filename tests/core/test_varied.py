@@ -1,6 +1,7 @@
 """Numbers that differ from array to array."""
 
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,40 @@ def test_a_stage_that_differs_between_arrays_does_not_speak_of_one(p, ask):
         ask(p, w)
     one = p.for_array("w", w)
     assert one.contains(one.project(w))
+
+
+class Declared(rpx.Perturbation):
+    """A field for each option of what declares it."""
+
+    stochastic = False
+    any: rpx.stage.Number = rpx.stage.number_field()
+    axes: Any = rpx.stage.axes_field(default=(1,))
+    one: rpx.stage.Number = rpx.stage.number_field(
+        positive=True, per_array=False, default=np.float32(0.1), kw_only=True
+    )
+    last: Any = rpx.stage.axes_field(default=None, kw_only=True)
+    free: Any = rpx.stage.field(default=1, kw_only=True)
+
+    def apply_leaf(self, w, key):
+        return w
+
+
+def test_what_declares_a_field_says_what_it_takes_and_where():
+    p = Declared(-1, 0)
+    assert (p.any, p.axes, p.one, p.last, p.free) == (-1.0, 0, 0.1, None, 1)
+    assert Declared({"w": -1}).axes == 1
+    assert Declared({"w": -1}).for_array("w", None).any == -1.0
+    for kind, given in (
+        (TypeError, {}),
+        (TypeError, {"any": 1, "axes": 0.5}),
+        (TypeError, {"any": 1, "one": {"w": 1.0}}),
+        (ValueError, {"any": 1, "one": 0}),
+        (ValueError, {"any": 1, "last": (0, 0)}),
+    ):
+        with pytest.raises(kind):
+            Declared(**given)
+    with pytest.raises(TypeError):
+        Declared(1, 0, 1.0)
 
 
 @table(__file__)

@@ -93,6 +93,17 @@ class Passed(rpx.Reparametrization):
         return values["x"]
 
 
+def test_what_a_class_of_ones_own_is_unless_it_says_so():
+    false = "stochastic changes_type straight_through moves_weights needs_update starts_elsewhere draws_by_type"
+    false += " overcomplete elementwise any_matrix transposes random_init has_update _in_place _takes_base _is_layout"
+    stage = Passed()
+    assert {name: getattr(stage, name) for name in false.split()} == dict.fromkeys(false.split(), False)
+    assert (stage.needs_axes, stage.acts_on_embeddings, stage.min_ndim, stage.dtypes) == (True, True, 0, jnp.inexact)
+    assert (stage.update_reads, stage._converts, stage.by_roles, stage._axis_fields) == ((), (), {}, ())
+    assert (stage._convert(stage, {"x": 1}, {"x": 2}), stage._grown_values(stage)) == ({"x": 1}, ())
+    assert (stage.deterministic, stage._unwrapped, stage._parts) == (stage, stage, (stage,))
+
+
 def wrong(base=Passed, **members):
     """The class with some of its members written wrongly."""
     return type("Wrong", (base,), members)
@@ -106,9 +117,9 @@ def shorter(self, values):
     return {"n": values["n"][:1]}
 
 
-def returned(method, formula, stacked=()):
+def returned(method, formula, stacked=(), **members):
     """What is said of the result of a method, which is called under ``jit`` and computes nothing."""
-    p, verb = wrong(Counted, **{method: formula})(stacked=stacked), method.removesuffix("_leaf")
+    p, verb = wrong(Counted, **{method: formula}, **members)(stacked=stacked), method.removesuffix("_leaf")
     jax.eval_shape(lambda w: getattr(p, verb)(p.init({"w": w})), jnp.ones((3, 3)))
 
 

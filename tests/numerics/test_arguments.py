@@ -43,7 +43,7 @@ REFUSED = {
     arguments.check_flag: {TypeError: [1, None, "True"]},
     arguments.check_function: {TypeError: [1, None]},
     arguments.optional(arguments.check_integer): {TypeError: ["3"]},
-    word: {ValueError: ["four", 1, None]},
+    word: {ValueError: ["four", 1, None, np.zeros(2)]},
     arguments.check_integer: {TypeError: [True, 1.0, None]},
     arguments.check_positive_integer: {ValueError: [0, -1], TypeError: [1.0]},
     arguments.check_two: {TypeError: [1, (1, 2, 3), "12"], ValueError: [(1, 0)]},

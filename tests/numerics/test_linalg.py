@@ -11,8 +11,8 @@ from reparax.numerics import linalg
 A, B, C = normal(3, 5), normal(3, 5, seed=1), normal(3, 1, seed=2) + 3
 Z = (normal(3, 5) + 1j * normal(3, 5, seed=1)).astype("complex64")
 S = normal(4, 4, seed=3)
-HUGE, TINY = 1e25, 1e-25
-"""Factors whose squares float32 cannot hold."""
+HUGE, TINY = 1e33, 1e-32
+"""Factors whose squares float32 cannot hold, near the ends of the range in which lengths are accurate."""
 
 
 def equal(got, want, **tolerances):
@@ -64,10 +64,11 @@ def test_blocks_of_a_matrix():
     [
         (linalg.not_square_error, [(2, 2), (3, 1, 1)], [(2, 3), (3, 2), (0, 0)]),
         (lambda w: linalg.rank_error(3, w), [(3, 5), (5, 3), (4, 4)], [(2, 5), (5, 2)]),
+        (lambda w: linalg.rank_error(1, w), [(1, 5), (5, 1)], []),
         (lambda w: linalg.rank_error(0, w), [], [(2, 5)]),
         (lambda w: linalg.not_divisible_error((2, 3), w), [(2, 3), (4, 9)], [(3, 3), (2, 4), (0, 3), (2, 0)]),
     ],
-    ids=["square", "rank", "rank of 0", "blocks"],
+    ids=["square", "rank", "rank of 1", "rank of 0", "blocks"],
 )
 def test_shapes_that_fit(error, fits, differs):
     assert [error(jnp.zeros(shape)) for shape in fits] == [None] * len(fits)

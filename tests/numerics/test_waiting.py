@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import jet
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from reparax.numerics.tie import by_integers, compute_once, has_bits, pull_back_once, read_in_step, store_whole, tie
 
@@ -77,6 +80,58 @@ def test_batches(axes):
     got = jax.jit(jax.vmap(tie, axes))(x, after)
     expected = np.stack(3 * [x]) if axes[0] is None else np.moveaxis(x, axes[0], 0)
     np.testing.assert_array_equal(got, expected)
+
+
+def ties(f, *args):
+    """How many values wait in a program."""
+    return sum(eqn.primitive.name == "reparax_tie" for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns)
+
+
+def placed(where):
+    """An array on an explicit mesh of one axis, of which its name and a spec are given, or on none."""
+    if where is None:
+        return jnp.ones((2, 4))
+    mesh = jax.make_mesh((2,), where[:1], axis_types=(AxisType.Explicit,))
+    return jax.device_put(np.ones((2, 4), np.float32), NamedSharding(mesh, where[1]))
+
+
+@pytest.mark.parametrize(
+    ("x", "after", "expected"),
+    [
+        (("a", P()), ("a", P()), 1),
+        (("a", P("a")), ("a", P()), 0),
+        (("a", P()), ("a", P(None, "a")), 0),
+        (("a", P()), ("b", P()), 0),
+        (("a", P()), None, 0),
+        (None, ("a", P()), 0),
+        (None, None, 1),
+    ],
+)
+def test_on_explicit_meshes_nothing_waits_that_is_sharded_or_on_another_mesh(x, after, expected):
+    assert ties(tie, placed(x), placed(after)) == expected
+    assert "popcnt" in jax.jit(tie).lower(placed(x), placed(after)).as_text() or not expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec", "after", "expected"),
+    [((0, 0), P(), P(), 1), ((0, 0), P("a"), P("a"), 0), ((None, 0), P(), P("a"), 0), ((0, None), P("a"), P(), 1)],
+)
+def test_nothing_waits_for_a_batch_that_is_sharded(axes, spec, after, expected):
+    assert ties(jax.vmap(tie, axes), placed(("a", spec)), placed(("a", after))) == expected
+
+
+def test_under_jet_and_where_a_function_is_transposed_what_is_known_stays_known():
+    x, slope = jnp.arange(3.0), jnp.ones(3)
+    for wait in compute_once, lambda x: tie(x, x):
+        value, (first,) = jet.jet(lambda x, wait=wait: wait(x) * x, (x,), ((slope,),))
+        np.testing.assert_array_equal((value, first), (x**2, 2 * x))
+
+    def transposed(x, after):
+        return jax.linear_transpose(lambda y: tie(x, after) * y + tie(y, x), slope)(slope)[0]
+
+    np.testing.assert_array_equal(transposed(x, x), x + 1)
+    assert ties(transposed, x, x) == 1
+    np.testing.assert_array_equal(jax.linear_transpose(lambda y: tie(x, y) * y, slope)(slope)[0], x)
 
 
 def test_cpus_see_data_and_others_see_nothing():

@@ -48,7 +48,7 @@ def update_fixed(who: object, plan: Plan, key: Array | None, grads: PyTree) -> F
         keys = _update_keys(step, key) if takes_key else [None] * len(step.sites)
         for site, key_here in zip(step.sites, keys, strict=True):
             # An output without a gradient, such as an integer array, has the gradient 0.
-            grads_here = {name: grads_at.get(place, 0.0) for name, place in site.arrays.items()} if grads_at else {}
+            grads_here = {name: grads_at.get(place, 0.0) for name, place in site.arrays.items()} if takes_grad else {}
             with locate_errors(site.who):
                 values = site.read(arrays)
                 new_values = site.stage._update_at(site, values, grads_here, key_here)

@@ -148,7 +148,7 @@ def _relative_error(x: Array, w: Array) -> float:
     tolerance = max(1e-2, 8 * float(jnp.finfo(w.dtype).eps)) if is_inexact(w) else 1e-2
     x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
     largest = float(jnp.max(jnp.abs(w), initial=0))
-    difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf))
+    difference = float(jnp.nan_to_num(jnp.max(jnp.abs(x - w), initial=0), nan=jnp.inf, posinf=jnp.inf))
     return difference / largest if np.isfinite(largest) and difference > tolerance * largest else 0.0
 
 
