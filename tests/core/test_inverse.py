@@ -114,13 +114,6 @@ def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
     assert len(warned(Tenth(), {"w": W, "b": W[0], "half": W.astype(jnp.bfloat16), "z": W.astype(np.complex64)})) == 4
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float32"])
-def test_it_is_told_in_each_precision_however_dtypes_promote(dtype):
-    for promotion in ("strict", "standard"):
-        with jax.numpy_dtype_promotion(promotion):
-            assert len(warned(Tenth(), {"w": W.astype(jnp.dtype(dtype))})) == 1
-
-
 @pytest.mark.parametrize("p", [MeantTenth(), Strict(), Strict(error=TypeError), Strict(error=KeyError)], ids=repr)
 def test_what_is_meant_and_what_refuses_other_arrays_is_no_mistake(p):
     assert warned(p, {"w": np.abs(W) / np.abs(W).sum()}) == []
