@@ -1,9 +1,5 @@
-"""Each requirement of each law, and the numbers that laws compare, on chains of plain Python that compile nothing.
+"""What laws require and compare, on chains of plain Python that compile nothing, beside ``test_verdicts.py``."""
 
-Whole stages that break laws are in ``test_laws_can_fail.py``.
-"""
-
-import itertools
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import reparax as rpx
 from reparax.core.checks import WrongType
@@ -25,11 +20,9 @@ from reparax.testing import _step as step
 W = np.float32([[1, -2], [3, 4]])
 PARAMS = {"a": W, "b": np.float32([5, 6])}
 KEY = np.uint32([0, 7])
-COUNT = itertools.count()
 real_slope, real_deviations = evidence.slope, evidence.deviations
 real_stages = evidence.compiled_stages
 real_beside_another, real_transformed = evidence.beside_another, evidence.transformed
-LIMIT = float(jnp.finfo(jnp.float16).max)
 
 
 def mapped(f: Any) -> Any:
@@ -150,47 +143,12 @@ def test_a_start_with_fixed_values_is_a_projection() -> None:
         check("right_inverse", free, {"w": W})
 
 
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (Fake(), None),
-        (Fake(fold=lambda raw: {"a": raw["a"]}), "the effective tree has the paths ['a'], not ['a', 'b']"),
-        (
-            Fake(apply=lambda raw, *_: {**raw, "c": W}),
-            "the effective tree has the paths ['a', 'b', 'c'], not ['a', 'b']",
-        ),
-        (Fake(apply=mapped(lambda w: w.astype(np.float16))), "'a' is float16(2, 2), but must be float32(2, 2)"),
-        (Fake(apply=mapped(lambda w: w[None])), "'a' is float32(1, 2, 2), but must be float32(2, 2)"),
-        (Fake(apply=lambda raw, *_: {**raw, "b": raw["b"][:1]}), "'b' is float32(1,), but must be float32(2,)"),
-        (Fake(apply=mapped(lambda w: w[None]), changes_type=True), None),
-        (Fake(apply=lambda raw, *_: {"a": W}, changes_type=True), "the effective tree has the paths ['a']"),
-    ],
-)
-def test_effective_arrays_have_the_paths_and_types_of_parameters(p: Any, text: Any, eager: Any) -> None:
-    eager.setattr(laws, "_require_shardings", lambda *_: None)
-    with broken(text) if text else nullcontext():
-        check("types", p)
-
-
 def test_a_key_is_given_where_something_is_drawn(eager: Any) -> None:
     keys: list[Any] = []
     eager.setattr(laws, "_require_shardings", lambda case, key: keys.append(key))
     for stochastic in (False, True):
         check("types", Fake(stochastic=stochastic, apply=lambda raw, key: keys.append(key) or raw))
     assert [key is None for key in keys] == [True, True, False, False]
-
-
-def test_an_array_lies_as_its_raw_value_does() -> None:
-    def replicated(w: Any) -> Any:
-        return jax.device_put(w, NamedSharding(w.sharding.mesh, PartitionSpec()))
-
-    params = {"a": W, "odd": np.ones(3, np.float32), "scalar": np.float32(1), "none": np.ones((0, 2), np.float32)}
-    case = evidence.Case("types", Fake(), params, KEY)
-    laws._require_shardings(case, None)
-    with broken("'a' has the sharding"):
-        laws._require_shardings(evidence.Case("types", Fake(apply=mapped(replicated)), params, KEY), None)
-    moved = Fake(init=lambda tree, *_: {"other": tree}, apply=lambda raw, *_: mapped(replicated)(raw["other"]))
-    laws._require_shardings(evidence.Case("types", moved, params, KEY), None)
 
 
 # ---- half precision
@@ -207,27 +165,6 @@ def results(**others: Any) -> Any:
         return {name: {"w": np.float32(rows.get(name, [300, 1]))} for name in METHODS}
 
     return Fake(results=of)
-
-
-@pytest.mark.parametrize(
-    ("p", "holds"),
-    [
-        (results(), True),
-        *((results(**{name.replace(" ", "_"): ([np.inf, 1], [300, 1])}), False) for name in METHODS),
-        *((results(**{name.replace(" ", "_"): ([300, np.nan], [300, 1])}), False) for name in METHODS),
-        *((results(**{name.replace(" ", "_"): ([np.inf, 1], [LIMIT, 1])}), True) for name in METHODS),
-        *((results(**{name.replace(" ", "_"): ([np.inf, 1], [LIMIT - 40, 1])}), False) for name in METHODS),
-        *((results(**{name: ([300, 75], [300, 0])}), True) for name in ("fold", "update")),
-        *((results(**{name: ([300, 76], [300, 0])}), False) for name in ("fold", "update")),
-        *(
-            (results(**{name.replace(" ", "_"): ([300, 300], [300, 0])}), True)
-            for name in ("init", "apply", "the gradient")
-        ),
-    ],
-)
-def test_results_in_half_precision_are_finite_and_within_a_quarter(p: Any, holds: Any) -> None:
-    with nullcontext() if holds else broken("compute in float32, and cast the result back"):
-        check("half_precision", p, {"w": W})
 
 
 def refuse(error: Exception, cause: Exception | None = None) -> Any:
@@ -288,11 +225,6 @@ class Static:
 
 BATCH = {name: np.stack([w, w]) for name, w in PARAMS.items()}
 FOUR = {name: np.array([[w, w], [w, w]]) for name, w in PARAMS.items()}
-WAYS = {"vmap of init": BATCH, "scan of vmap of checkpoint": FOUR, "shard_map": PARAMS}
-
-
-def scaled(tree: Any) -> Any:
-    return jax.tree.map(lambda w: w * np.float32(1.01), tree)
 
 
 @pytest.fixture
@@ -309,37 +241,6 @@ def keyed(eager: Any) -> Any:
     return eager
 
 
-@pytest.mark.parametrize("wrong", [None, "jit", "jit of init", "jit of update", *WAYS])
-def test_each_way_of_running_a_chain_gives_the_eager_result(wrong: Any, keyed: Any) -> None:
-    ways = {name: scaled(tree) if name == wrong else tree for name, tree in WAYS.items()}
-    others = {
-        "jit": {"jit_apply": lambda raw, key: scaled(raw)},
-        "jit of init": {"jit_fold": lambda raw: scaled(raw) if raw is not None and "done" not in raw else raw},
-        "jit of update": {"jit_update": lambda raw, key: scaled(raw)},
-    }
-    p = Fake(transformed=lambda *_: ways, **others.get(wrong, {}))
-    with broken(f"{wrong} differs from eager evaluation at 'a'") if wrong else nullcontext():
-        check("transformations", p)
-
-
-def test_draws_under_scan_are_those_of_their_keys_and_types_are_those_of_tracing(keyed: Any) -> None:
-    def draw(raw: Any, key: Any) -> Any:
-        return jax.tree.map(lambda w: w + np.float32(key[1]), raw)
-
-    a, b = draw(PARAMS, KEY), draw(PARAMS, KEY + 1)
-    scan = {name: np.array([[a[name], b[name]], [b[name], b[name]]]) for name in PARAMS}
-    ways = {"vmap of init": BATCH, "scan of vmap of checkpoint": scan, "shard_map": a}
-    check("transformations", Fake(apply=draw, transformed=lambda *_: ways))
-    turned = {name: np.array([[a[name], b[name]], [a[name], b[name]]]) for name in PARAMS}
-    with broken("scan of vmap of checkpoint differs"):
-        check(
-            "transformations", Fake(apply=draw, transformed=lambda *_: {**ways, "scan of vmap of checkpoint": turned})
-        )
-    keyed.setattr(laws.jax, "eval_shape", lambda f, *args: mapped(lambda w: w.astype(np.float16))(f(*args)))
-    with broken("eval_shape of init gives"):
-        check("transformations", Fake(transformed=lambda *_: WAYS))
-
-
 def noisy(raw: Any, key: Any = None, seed: Any = str.encode) -> Any:
     """Noise of its own for each array; for want of a key, an error."""
     if key is None:
@@ -352,54 +253,11 @@ def noisy(raw: Any, key: Any = None, seed: Any = str.encode) -> Any:
     return {name: jax.tree.map(draw(name), x) for name, x in raw.items()}
 
 
-def once(raw: Any, key: Any = None) -> Any:
-    """The same draws for all arrays."""
-    return noisy(raw, key, lambda name: [0])
-
-
-def with_default(raw: Any, key: Any = None) -> Any:
-    return noisy(raw, KEY if key is None else key)
-
-
-def by_count(raw: Any, key: Any = None) -> Any:
-    return noisy(raw, key if key is None else key + len(raw))
-
-
-def ever_other(raw: Any, key: Any = None) -> Any:
-    return noisy(raw, [next(COUNT)])
-
-
 def chain_of(apply: Any, **others: Any) -> Any:
     return Fake(apply=apply, stochastic=True, deterministic=Fake(), **others)
 
 
 SQUARES = {name: W + i for i, name in enumerate("abc")}
-
-
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (Fake(), None),
-        (chain_of(noisy), None),
-        (Fake(apply=noisy, fold=kept), "`p.deterministic` gives other values with a key than without"),
-        (chain_of(noisy, fold=mapped(lambda w: w + 1)), "`p.deterministic` gives other values with a key than without"),
-        (
-            Fake(apply=noisy, stochastic=True, deterministic=Fake(stochastic=True)),
-            "`p.deterministic` gives other values with a key than without, or needs a key",
-        ),
-        (chain_of(ever_other), "equal keys give different values"),
-        (chain_of(kept), "`stochastic` is True, but another key gives the same values"),
-        (Fake(apply=noisy, deterministic=Fake()), "`stochastic` is False, but another key gives other values"),
-        (chain_of(with_default), "`apply` draws random numbers although it gets no key"),
-        (chain_of(once), "the noise of 'a' and of 'b' has correlation 1.00"),
-        (chain_of(by_count), "the draws of the parameters change if a new parameter is added"),
-    ],
-)
-def test_draws_follow_from_keys(p: Any, text: Any, keyed: Any) -> None:
-    keyed.setattr(laws.jax, "jit", lambda f: f)
-    keyed.setattr(laws.jax, "vmap", lambda f, in_axes: lambda raw, keys: stacked([f(raw, key) for key in keys]))
-    with broken(text) if text else nullcontext():
-        check("keys", p, SQUARES)
 
 
 def stacked(trees: Any) -> Any:
@@ -433,35 +291,6 @@ def test_the_noise_of_two_later_arrays_and_of_complex_ones_may_be_one_and_of_tie
 # ---- means
 
 
-def deviating(total: float, square: float = 1024.0, at: int = 1, mean: float = 0.0) -> Any:
-    """A random stage whose 1024 draws of one entry deviate by these sums."""
-    sums, squares = np.zeros(4, np.float32), np.full(4, 1024, np.float32)
-    sums[at], squares[at] = total, square
-    return Fake(
-        stochastic=True,
-        deviations=lambda index, n: (
-            ({"a": np.float32([mean, 0])}, {"a": sums}, {"a": squares}) if (index, n) == (0, 1024) else None
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    ("p", "holds"),
-    [
-        (deviating(0), True),
-        (deviating(6 * 32 * 0.98), True),  # the standard error of a mean is 1 / 32
-        (deviating(6 * 32 * 1.02), False),
-        (deviating(-6 * 32 * 1.02), False),
-        (deviating(6 * 32 * 1.02, at=3), False),
-        (deviating(6 * 32 * 1.02, mean=1e6), True),  # by rounding
-        (Fake(), True),
-    ],
-)
-def test_the_mean_of_draws_is_within_six_standard_errors(p: Any, holds: Any, keyed: Any) -> None:
-    with nullcontext() if holds else broken("at 'a', the mean of 1024 draws differs from `p.deterministic` by"):
-        check("mean", p)
-
-
 def test_sums_of_deviations_give_a_mean_and_its_error() -> None:
     # Means of 4: 1, 2; then averages. The variances of entries are 3 and 0, so both are at least 1.5.
     total, squares = np.float64([4, 8, 4, 0]), np.float64([16, 16, 8, 4])
@@ -482,19 +311,6 @@ def test_the_average_deviation_is_plain_and_weighted_by_the_mean() -> None:
 # ---- purity
 
 
-def spoiling(tree: Any, *_: Any) -> Any:
-    tree["b"] *= 2
-    return kept(tree)
-
-
-@pytest.mark.parametrize("method", ["init", "apply", "update"])
-def test_no_method_changes_what_it_gets(method: str) -> None:
-    p = Fake(**{method: spoiling, f"jit_{method}": kept})
-    with broken("`init`, `apply` or `update` changes the arrays that it gets"):
-        check("purity", p)
-    check("purity", Fake())
-
-
 def test_a_random_chain_starts_as_its_mean_does() -> None:
     p = Fake(deterministic=Fake(init=mapped(lambda w: -w)))
     with broken("`p.init` returns another raw tree than `p.deterministic.init`"):
@@ -512,35 +328,6 @@ def square(w: Any) -> Any:
     return np.sum(np.square(np.asarray(w, np.float64)))
 
 
-def not_finite(where: Any) -> Any:
-    return sloping(square, lambda w: np.where(where(w), np.nan, 2 * w))
-
-
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (sloping(square, lambda w: 2 * w), None),
-        (not_finite(lambda w: np.array_equal(w, W)), "the gradient of 'a' is not finite at its initial values"),
-        (
-            not_finite(lambda w: not w[0].any() and w[1].any()),
-            "the gradient of 'a' is not finite at parameters with a zero row",
-        ),
-        (not_finite(lambda w: not w.any()), "the gradient of 'a' is not finite at zero parameters"),
-        (sloping(square, np.zeros_like), "the gradient of 'a' is zero, so no optimizer can train it"),
-        (sloping(square, lambda w: np.where(w == w.max(), 2 * w, 0)), "finite differences give the slope"),
-        (sloping(square, lambda w: 3 * w), "finite differences give the slope"),
-        (sloping(square, lambda w: 3 * w, straight_through=True), None),
-        (sloping(square, np.zeros_like, straight_through=True), "the gradient of 'a' is zero"),
-        (sloping(square, lambda w: 2 * w * (1 + 1e-4)), "finite differences give the slope"),
-    ],
-)
-def test_gradients_are_finite_nonzero_and_those_of_finite_differences(p: Any, text: Any, eager: Any) -> None:
-    eager.setattr(evidence, "keeps_precision", lambda *_: True)
-    eager.setattr(laws, "_advice_on_slope", lambda case: "")
-    with broken(text) if text else nullcontext():
-        check("gradients", p, {"a": W}, jax.random.key(0))
-
-
 def test_differences_are_taken_on_both_sides() -> None:
     case = evidence.Case("gradients", sloping(square, lambda w: 2 * w), {"a": W}, jax.random.key(0))
     laws._require_slope(case, step=0.5, bound=1e-4)  # which is exact for a square
@@ -549,20 +336,6 @@ def test_differences_are_taken_on_both_sides() -> None:
 def test_an_empty_array_needs_no_gradient(eager: Any) -> None:
     eager.setattr(evidence, "keeps_precision", lambda *_: False)
     check("gradients", sloping(square, lambda w: w), {"a": np.zeros((0, 2), np.float32)}, jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("double", "single", "dtype"), [(True, True, "float64"), (False, True, "float32"), (False, False, None)]
-)
-def test_finite_differences_use_the_widest_precision_that_is_kept(
-    double: Any, single: Any, dtype: Any, eager: Any
-) -> None:
-    eager.setattr(evidence, "keeps_precision", lambda p, params, key, bits: double if bits == 64 else single)
-    found: list[Any] = []
-    eager.setattr(laws, "_require_slope", lambda case, **how: found.append((str(case.params["a"].dtype), how)))
-    check("gradients", sloping(square, lambda w: 2 * w), {"a": W})
-    bounds = {"float64": {"step": 1e-6, "bound": 1e-6}, "float32": {"step": 1e-2, "bound": 1e-2}}
-    assert found == ([(dtype, bounds[dtype])] if dtype else [])
 
 
 @pytest.mark.parametrize(
@@ -729,140 +502,11 @@ def test_ways_of_running_a_chain_are_those_of_its_draws_and_of_its_mean() -> Non
 FIXED = {"a": {"@mask": {"w": W, "@fixed": {"mask": np.ones((2, 2), np.float32)}}}, "b": W}
 
 
-def masked(f: Any) -> Any:
-    """An update of the fixed values."""
-
-    def update(raw: Any, *_: Any) -> Any:
-        node = raw["a"]["@mask"]
-        return {**raw, "a": {"@mask": {**node, "@fixed": {"mask": f(node["@fixed"]["mask"])}}}}
-
-    return update
-
-
 def free(f: Any) -> Any:
     return lambda raw, *_: {**raw, "b": f(raw["b"])}
 
 
-def random_update(raw: Any, *_: Any) -> Any:
-    return masked(lambda m: m + np.float32(next(COUNT)))(raw)
-
-
-def second(raw: Any, *_: Any) -> Any:
-    """A step that changes free values from the second time on."""
-    mask = raw["a"]["@mask"]["@fixed"]["mask"]
-    return free(lambda w: 2 * w)(raw) if mask[0, 0] == 2 else masked(lambda m: m + 1)(raw)
-
-
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (Fake(update=masked(lambda m: 0 * m)), None),
-        (Fake(update=random_update), "equal raw trees and keys give different results"),
-        (Fake(update=free(lambda w: 2 * w)), "update changes the free value 'b'"),
-        (Fake(update=free(lambda w: 2 * w), moves_weights=True), None),
-        (Fake(update=kept, jit_update=free(lambda w: 2 * w)), "update under jit changes the free value 'b'"),
-        (Fake(update=second), "a second update changes the free value 'b'"),
-        (
-            Fake(update=masked(lambda m: m.astype(np.float16))),
-            "update returns 'a/@mask/@fixed/mask' as float16[2, 2], but",
-        ),
-        (Fake(update=masked(lambda m: m[:1])), "update returns 'a/@mask/@fixed/mask' as float32[1, 2], but"),
-        (Fake(update=lambda raw, *_: {"a": raw["a"]}), "update returns PyTreeDef"),
-        (
-            Fake(update=masked(lambda m: m.astype(np.float16)), moves_weights=True),
-            "update returns 'a/@mask/@fixed/mask'",
-        ),
-    ],
-)
-def test_an_update_moves_fixed_values_alone_and_keeps_types(p: Any, text: Any) -> None:
-    with broken(text) if text else nullcontext():
-        check("update", p, FIXED, jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (Fake(), None),
-        (Fake(update_base=mapped(lambda w: w * np.float32(1 + 2e-6))), None),
-        (Fake(update_base=mapped(lambda w: w * np.float32(1 + 2e-5))), "it changes the effective tree at 'a', by"),
-        (
-            Fake(update_base=mapped(lambda w: w.astype(np.float16)), fold=mapped(np.float32)),
-            "update_base returns 'a' as float16",
-        ),
-        (Fake(update_base=lambda raw: {**raw, "c": W}), "update_base returns PyTreeDef"),
-    ],
-)
-def test_an_update_of_the_base_keeps_weights_and_types(p: Any, text: Any) -> None:
-    with broken(text) if text else nullcontext():
-        check("update_base", p, PARAMS, jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("transfer", "text"),
-    [
-        (kept, None),
-        (lambda raw: {**raw, "b": -raw["b"]}, "`transfer(p, p, raw)` changes 'b'"),
-        (lambda raw: {**raw, "b": np.float64(raw["b"])}, "`transfer(p, p, raw)` changes 'b'"),
-        (lambda raw: {"a": raw["a"]}, "`transfer(p, p, raw)` returns other paths than `raw` has"),
-    ],
-)
-def test_a_transfer_to_itself_keeps_each_bit(transfer: Any, text: Any) -> None:
-    with broken(text) if text else nullcontext():
-        check("transfer", Fake(transfer=transfer), PARAMS, jax.random.key(0))
-
-
-def stopped() -> Any:
-    raise ZeroDivisionError("by zero.")
-
-
-@pytest.mark.parametrize(
-    ("beside", "text"),
-    [
-        (lambda: {"behind": (PARAMS, PARAMS), "before": (PARAMS, PARAMS)}, None),
-        (
-            lambda: {"behind": (PARAMS, PARAMS), "before": (scaled(PARAMS), PARAMS)},
-            "before another stage, it gives another array at 'a', by",
-        ),
-        (
-            lambda: {"behind": (scaled(PARAMS), PARAMS), "before": (PARAMS, PARAMS)},
-            "behind another stage, it gives another array at 'a', by",
-        ),
-        (lambda: {"behind": (PARAMS, {"a": W})}, "behind another stage, its effective tree has other paths"),
-        (stopped, "in a chain with another stage, it raises ZeroDivisionError: by zero."),
-    ],
-)
-def test_beside_another_stage_a_chain_gives_the_same(beside: Any, text: Any) -> None:
-    with broken(text) if text else nullcontext():
-        check("chains", Fake(beside=beside))
-
-
 # ---- selections, files and structures
-
-
-@dataclass(frozen=True)
-class Selecting:
-    """A stage that refuses only some forms of ``where``."""
-
-    refused: int
-    where: Any = None
-
-    def init(self, params: Any, key: Any) -> Any:
-        asked.append(self.where)
-        if self.refused == 4 or len(asked) != self.refused + 1:
-            raise ValueError("selects nothing")
-        return params
-
-
-asked: list[Any] = []
-
-
-@pytest.mark.parametrize("accepted", range(5))
-def test_each_form_of_where_must_select_something(accepted: int) -> None:
-    asked.clear()
-    with pytest.raises(AssertionError, match="init accepts where=") if accepted < 4 else nullcontext():
-        check("selection", Selecting(accepted))
-    assert len(asked) == min(accepted + 1, 4)
-    check("selection", Pickled())  # a stage without `where`
 
 
 def refusing(*_: Any) -> Any:
@@ -913,19 +557,6 @@ def test_a_file_that_changes_a_raw_tree_or_makes_one_that_does_not_fit_is_found(
     eager.setattr(evidence, "installed_formats", lambda raw: {"first": kept})
     with pytest.raises(ValueError, match="refused"):
         check("checkpoints", stored(check=lambda raw, like: refusing()), VECTORS)
-
-
-@pytest.mark.parametrize(
-    ("fold", "text"),
-    [
-        (kept, None),
-        (lambda raw: [raw["a"], raw["b"]], "fold returns the structure PyTreeDef([*, *])"),
-        (lambda raw: {**raw, "b": 1.0}, "fold returns 'b' as float, which is not an array"),
-    ],
-)
-def test_fold_returns_arrays_in_the_structure_of_parameters(fold: Any, text: Any) -> None:
-    with broken(text) if text else nullcontext():
-        check("plain_trees", Fake(fold=fold))
 
 
 # ---- what laws compare
