@@ -1,4 +1,4 @@
-"""What all wrappers share, and the rules of each, one by one: names, keys, collections, attributes, axes of layers."""
+"""What all wrappers share, and the rules of each, one by one: names, keys, collections, attributes."""
 
 import inspect
 import pickle
@@ -19,8 +19,6 @@ import reparax as rpx
 from reparax.models import base
 from reparax.models import equinox as of_equinox
 from reparax.models import nnx as of_nnx
-from reparax.models._equinox_layers import LAYERS as EQUINOX_LAYERS
-from reparax.models._nnx_layers import LAYERS as NNX_LAYERS
 
 W = np.ones((3, 2), np.float32)
 X = np.ones((4, 3), np.float32)
@@ -29,91 +27,6 @@ X = np.ones((4, 3), np.float32)
 def shapes(make: Any) -> Any:
     """A model of shapes."""
     return eqx.filter_eval_shape(make, jax.random.key(0))
-
-
-# ---- axes of layers
-
-LINEAR = {"in_features": 2, "out_features": 3}
-CONV = {"in_channels": 6, "out_channels": 4, "groups": 2, "kernel_size": (5, 7), "num_spatial_dims": 2}
-CELL = {"input_size": 2, "hidden_size": 5}
-NNX_CONV = {"in_features": 6, "out_features": 4, "feature_group_count": 2}
-
-
-@pytest.mark.parametrize(
-    ("layers", "name", "fields", "want"),
-    [
-        (EQUINOX_LAYERS, "Linear", LINEAR, {"weight": ("oi", 3, 2), "bias": ("v", 3)}),
-        (EQUINOX_LAYERS, "Linear", LINEAR | {"in_features": "scalar"}, {"weight": ("oi", 3, 1), "bias": ("v", 3)}),
-        (EQUINOX_LAYERS, "Linear", LINEAR | {"out_features": "scalar"}, {"weight": ("oi", 1, 2), "bias": ("v", 1)}),
-        (EQUINOX_LAYERS, "Conv", CONV, {"weight": ("oiw", 4, 3, (5, 7)), "bias": ("vv", 4, (1, 1))}),
-        (EQUINOX_LAYERS, "ConvTranspose", CONV, {"weight": ("oiw", 4, 3, (5, 7)), "bias": ("vv", 4, (1, 1))}),
-        (EQUINOX_LAYERS, "Embedding", {"num_embeddings": 2, "embedding_size": 3}, {"weight": ("ro", 2, 3)}),
-        (
-            EQUINOX_LAYERS,
-            "GRUCell",
-            CELL,
-            {"weight_ih": ("oi", 15, 2), "weight_hh": ("oi", 15, 5), "bias": ("v", 15), "bias_n": ("v", 5)},
-        ),
-        (
-            EQUINOX_LAYERS,
-            "LSTMCell",
-            CELL,
-            {"weight_ih": ("oi", 20, 2), "weight_hh": ("oi", 20, 5), "bias": ("v", 20), "bias_n": ("v", 5)},
-        ),
-        *(
-            (EQUINOX_LAYERS, name, {"shape": (2, 3)}, {"weight": ("v", (2, 3)), "bias": ("v", (2, 3))})
-            for name in ("LayerNorm", "RMSNorm")
-        ),
-        *(
-            (EQUINOX_LAYERS, name, {}, {"weight": ("v", None), "bias": ("v", None)})
-            for name in ("GroupNorm", "BatchNorm")
-        ),
-        *((NNX_LAYERS, name, LINEAR, {"kernel": ("io", 2, 3), "bias": ("v", 3)}) for name in ("Linear", "LoRALinear")),
-        (NNX_LAYERS, "LoRA", LINEAR, {"lora_a": ("io", 2, None), "lora_b": ("io", None, 3)}),
-        (NNX_LAYERS, "Embed", {"num_embeddings": 2, "features": 3}, {"embedding": ("ro", 2, 3)}),
-        *(
-            (NNX_LAYERS, "Conv", NNX_CONV | {"kernel_size": size}, {"kernel": ("wio", window, 3, 4), "bias": ("v", 4)})
-            for size, window in ((5, (5,)), ([5, 7], (5, 7)))
-        ),
-        *(
-            (
-                NNX_LAYERS,
-                "ConvTranspose",
-                NNX_CONV | {"kernel_size": 5, "transpose_kernel": turned},
-                {"kernel": kernel, "bias": ("v", 4)},
-            )
-            for turned, kernel in ((False, ("wio", (5,), 6, 4)), (True, ("woi", (5,), 4, 6)))
-        ),
-        (
-            NNX_LAYERS,
-            "LinearGeneral",
-            {"batch_axis": {0: 7, 1: 8}, "in_features": (2, 3), "out_features": (4,)},
-            {"kernel": ("sio", (7, 8), (2, 3), (4,)), "bias": ("sv", (7, 8), (4,))},
-        ),
-        *(
-            (NNX_LAYERS, name, {}, {"scale": ("v", None), "bias": ("v", None)})
-            for name in ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm")
-        ),
-        *(
-            (NNX_LAYERS, "Einsum", {"einsum_str": text, "kernel_shape": shape, "bias_shape": bias}, want)
-            for text, shape, bias, want in (
-                ("bi,io->bo", (2, 3), (3,), {"kernel": ("io", 2, 3), "bias": ("v", (3,))}),
-                ("bi,oi->bo", (3, 2), None, {"kernel": ("oi", 3, 2)}),
-                ("sbi,sio->sbo", (4, 2, 3), None, {"kernel": ("sio", 4, 2, 3)}),
-                ("bi,iko->bo", (2, 5, 3), (3,), {"bias": ("v", (3,))}),  # a sum over `k` alone
-                ("bi,ii->bi", (2, 2), None, {}),
-                ("...i,...io->...o", (4, 2, 3), None, {}),
-                (None, (2, 3), (3,), {"bias": ("v", (3,))}),
-            )
-        ),
-    ],
-)
-def test_a_layer_tells_the_axes_of_its_arrays(layers: Any, name: str, fields: Any, want: Any) -> None:
-    assert layers[name](SimpleNamespace(**fields)) == want
-
-
-def test_all_layers_are_among_them() -> None:
-    assert (len(EQUINOX_LAYERS), len(NNX_LAYERS)) == (10, 13)
 
 
 # ---- arguments
