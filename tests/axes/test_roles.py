@@ -117,6 +117,11 @@ def until_it_is_large(p, x):
     return h @ p[1]
 
 
+def depthwise(x, kernel):
+    layouts, groups = ("NHC", "HIO", "NHC"), x.shape[-1] // kernel.shape[1]
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=layouts, feature_group_count=groups)
+
+
 def one_of_two(p, x, of_data):
     return x @ jax.lax.cond(x[0, 0] > 0 if of_data else x.dtype == FLOAT, lambda w: w, lambda w: 2 * w, p[0])
 
@@ -465,6 +470,17 @@ USES = {
         ([W, V], X),
         [((0, 1), (1,), ()), ((0, 1), (0, 1), (0,))],
     ),
+    "layers that are unstacked": (lambda p, x: x @ jnp.unstack(p[0])[1], ([LAYERS], X), [EACH]),
+    "units, each of which gives two": (
+        lambda p, x: depthwise(x @ p[0], p[1]),
+        ([W, shaped(3, 1, 8)], shaped(2, 9, 3)),
+        [DENSE, ((0, 1), (2,), ())],
+    ),
+    "pairs of units, each of which gives one": (
+        lambda p, x: depthwise(x @ p[0], p[1]),
+        ([W, shaped(3, 2, 2)], shaped(2, 9, 3)),
+        [DENSE, ((0, 1), (2,), ())],
+    ),
     "a sum of factors of layers": (lambda p, x: x @ (p[0] @ p[1]).sum(0), ([LAYERS, LAYERS], X), [EACH, EACH]),
     "shards of units": (on_shards, ([W, V], X), [DENSE, DENSE]),
     "a penalty": (
@@ -630,7 +646,8 @@ def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_st
 
 
 def of_two_layers(params, x):
-    h = jnp.einsum("td,edf->etf", x, params["r"]) + jnp.einsum("td,edf->etf", jnp.sin(x), params["up"])
+    h = jnp.einsum("td,edf->etf", x, params["r"])
+    h = h + jnp.einsum("td,edf->etf", jnp.sin(x), params["up"])
     return jnp.einsum("etf,efo->eto", jnp.tanh(h), params["down"])
 
 
@@ -667,6 +684,7 @@ def test_members_of_ensembles_are_found_wherever_their_values_meet(fun):
     params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
     found = roles(fun, params | {"whole": jax.ShapeDtypeStruct((6, 6), jnp.int8)}, X)
     assert axes(found["up"]) == axes(found["down"]) == EACH
+    assert fun is not of_two_layers or found["r"].uses[0].line != found["up"].uses[0].line
     assert axes(found["r"]) == (((1,), (0, 2), ()) if fun is with_a_bias_for_others_too else EACH)
 
 

@@ -231,7 +231,7 @@ class Uses(list[DataProduct | WeightProduct | OtherRead]):
         Only axes that are ``unread_outputs`` of the data count, because no earlier product has read these outputs.
         """
         self._apart |= axes & data.unread_outputs
-        self._mixed |= axes & data.unread_outputs & data.mixed_outputs
+        self._mixed |= axes & data.mixed_outputs
 
     def _add_other_read(self, value: Value, line: str) -> None:
         """Records that an equation reads a weight other than in a product, once for each parameter of the weight."""
