@@ -58,7 +58,7 @@ def test_what_is_hidden_is_not_taken_and_what_is_added_by_its_whole_place_alone(
 
 @pytest.mark.parametrize(
     ("answer", "taken"),
-    [(re.match("", "a"), True), (np.array(True), True), (np.bool_(0), False), (2, True), (0, False), (None, False)],
+    [(re.match("a", "a"), True), (np.array(1), True), (np.bool_(0), False), (2, True), (0, False), (None, False)],
     ids=repr,
 )
 def test_the_answer_of_a_predicate_is_its_truth(answer, taken):
