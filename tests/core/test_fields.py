@@ -99,7 +99,6 @@ def test_texts_that_tell_equal_stages_apart():
     assert len({of(Worded(number)) for number in (1, True, 1.0, 0.0, -0.0, "1")}) == 6
     assert of(Mean(rpx.VarNoise(0.1))) is None
     assert of(rpx.VarNoise(0.1, where=lambda path, array: True)) is not None
-    assert of(rpx.VarNoise(lambda path, array: 0.1)) is None
     assert of(Worded(np.ones(2))) is None
     assert of(Worded(1, late=jnp.exp)) is None
 
