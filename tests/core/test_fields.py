@@ -29,7 +29,7 @@ class Worded(rpx.Perturbation):
 
     late: Any = rpx.stage.field(default=0, kw_only=True)
     number: Any
-    shown: Any = rpx.stage.field(default=np.float32(0.5))
+    shown: Any = rpx.stage.field(default=np.float32(0.1))
 
     def apply_leaf(self, w, key):
         return w
@@ -46,6 +46,7 @@ def test_expressions_that_apply_keep_their_order_and_each_must():
     assert BY_PATH.for_paths(["d", "c", "e", "b", "c"]) == ByPath(("b", "a/x|c", "d"), (2, 3, 4))
     assert BY_PATH.for_paths(["a/x"]) == ByPath(("a/.*",), (1,))
     assert BY_PATH.for_paths([]).patterns == ()
+    assert [BY_PATH.at("std", path, None) for path in ("a/x", "c")] == [1, 3]
     BY_PATH.require_all_apply("p", ["a/x", "b", "c", "d"])
     with pytest.raises(ValueError, match=r"^p for 'a/x\|c', but it has no effect: .* 'a/\.\*' for 'a/x'"):
         BY_PATH.require_all_apply("p", ["d", "b", "a/x"])
@@ -107,7 +108,7 @@ def test_texts_that_tell_equal_stages_apart():
     ("given", "text"),
     [
         (Worded(1), "Worded(1)"),
-        (Worded(number=1, shown=0.5), "Worded(1)"),
+        (Worded(number=1, shown=0.1), "Worded(1)"),
         (Worded(1, 2, late=(3,)), "Worded(1, shown=2, late=(3,))"),
         (Worded(1, late=[1, (2, 3)], where="w", stacked=0), "Worded(1, late=[1, (2, 3)], where='w', stacked=0)"),
         (Worded({"a": jnp.exp, "b": Worded}), "Worded({'a': jnp.exp, 'b': Worded})"),
