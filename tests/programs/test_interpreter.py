@@ -131,6 +131,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
         lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))((LAYERS @ b).reshape(18, 4)),
         [("shard_map", 1)],
     ),
+    "rows of two on shards": (
+        lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))(a @ b + whole(6, 4)),
+        [("sin", 1)],
+    ),
     "repeated on shards": (
         lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))(lax.broadcast_in_dim(b[0], (6, 4), (1,))),
         [("shard_map", 1)],
@@ -274,10 +278,14 @@ def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
 
         return lambda a, b, x: lax.scan(step, jnp.zeros(2), a)
 
+    def stopping_second(c, x):
+        return jax.jit(lambda c, x: c + lax.stop_gradient(x))(c, x)
+
     cases = [
         (stopping(lambda x: 2.0), True),
         (stopping(jax.checkpoint(lambda x: 2 * lax.stop_gradient(x))), True),
         (stopping(jnp.sin), False),
+        (lambda a, b, x: lax.scan(lambda c, x: (stopping_second(c, x), 2.0), jnp.zeros(2), a), True),
         (stopping(lambda x: 2.0, lambda c, x: x), False),
         (lambda a, b, x: lax.scan(lambda c, _: (c, 2.0), 0.0, a), False),
     ]

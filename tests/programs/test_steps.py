@@ -69,9 +69,9 @@ FUNCTIONS = {
 }
 
 
-def planned(function):
+def planned(function, axis=0):
     program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(W, B))
-    return steps.plan(program, [(program.outvars[0], 0)]), dict(zip(program.invars, [*consts, W, B], strict=True))
+    return steps.plan(program, [(program.outvars[0], axis)]), dict(zip(program.invars, [*consts, W, B], strict=True))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -88,6 +88,17 @@ def test_a_part_is_computed_from_parts_of_inputs(name):
     for i in range(3):
         part, whole = part_and_whole(jnp.int32(i), [inputs[v] for v, _ in plan.parts], W, B)
         np.testing.assert_allclose(part, np.asarray(whole)[i : i + 1], rtol=1e-6)
+
+
+def test_a_part_along_another_axis():
+    def function(w, b):
+        w = w * lax.broadcast_in_dim(b, w.shape, (0, 1, 2)) + lax.broadcasted_iota(np.float32, w.shape, 2)
+        return w[1:].reshape(2, 2, 1, 4)
+
+    plan, inputs = planned(function, 3)
+    assert [(inputs[v] is W, axis) for v, axis in plan.parts] == [(True, 2), (False, None)]
+    part, whole = jax.jit(lambda i, w, b: (plan.run(i, [w[:, :, 2:3], b])[0], function(w, b)))(np.int32(2), W, B)
+    np.testing.assert_array_equal(part, whole[..., 2:3])
 
 
 MIXED = {
@@ -175,6 +186,7 @@ READ = [  # what is computed, the shapes of the operands, and for each axis what
     (lambda x: x[:, 1:], [(3, 2)], [[(0, 0)], [("other", 1)]]),
     (lambda x, y: lax.concatenate([x, y], 1), [(3, 2), (3, 4)], [[(0, 0), (1, 0)], [("other", 1)]]),
     (lambda x: lax.split(x, (1, 2), axis=1)[0], [(4, 3)], [[(0, 0)], [("other", 1)]]),
+    (lambda x, y: jnp.stack([x, y], 1), [(3, 4)] * 2, [[(0, 0), (1, 0)], [("other", 1)], [(0, 1), (1, 1)]]),
     (lambda x: x.reshape(6, 4), [(3, 2, 4)], [[("other", 0)], [(0, 2)]]),
     (lambda x: x.reshape(2, 3, 4), [(3, 2, 4)], [[("other", 0)], [("other", 1)], [(0, 2)]]),
     (lambda x: x.reshape(3, 2, 2, 2), [(3, 2, 4)], [[(0, 0)], [(0, 1)], [("other", 2)], [("other", 3)]]),

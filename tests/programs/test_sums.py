@@ -61,6 +61,9 @@ def test_products_are_not_contracted_along_an_axis_that_no_factor_has():
     assert sums.contract(view_of(eqn), REPEATED, REPEATED) is None
     of_data = sums.contract(view_of(eqn), REPEATED, Product.of(whole(6, 5), fixed=False))
     np.testing.assert_array_equal(array_of(of_data), array_of(REPEATED) @ whole(6, 5).T)
+    (eqn,) = jax.make_jaxpr(lambda a: lax.dot_general(a, a, (((0,), (0,)), ((), ()))))(whole(6, 5)).eqns
+    squares = sums.contract(view_of(eqn), REPEATED, REPEATED)  # whose axes are not one
+    np.testing.assert_array_equal(array_of(squares), array_of(REPEATED).T @ array_of(REPEATED))
 
 
 @pytest.mark.parametrize("operand", [0, 1])
@@ -80,6 +83,7 @@ def test_data_meet_each_of_several_weights(operand):
 
 GROUPS = {  # shapes and sizes, dimension numbers, and the product of a row with the matrix of its group
     "a matrix for each row": ("ni,kio->no", (4, 2), (3, 2, 5), [2, 0, 1], ([1], [1]), ([], []), 0, [0]),
+    "matrices along the second axis": ("ni,iko->no", (4, 2), (2, 3, 5), [2, 0, 1], ([1], [0]), ([], []), 0, [1]),
     "a sum for each group": ("ni,no->kio", (4, 2), (4, 5), [2, 0, 1], ([0], [0]), ([], []), 0, []),
     "sizes of each batch": ("bni,kio->bno", (2, 4, 2), (3, 2, 5), [[2, 0, 1], [1, 3, 0]], ([2], [1]), ([], []), 1, [0]),
     "a batch, summed": ("bni,bno->kbio", (2, 4, 2), (2, 4, 5), [[2, 0, 1], [1, 3, 0]], ([1], [1]), ([0], [0]), 1, []),
@@ -98,6 +102,11 @@ def test_rows_in_groups_meet_the_matrix_of_their_group(name):
     indices = "bnk" if sizes.ndim == 2 else "nk"
     want = np.einsum(f"{inputs},{indices}->{output}", x, w, in_group.reshape(*sizes.shape[:-1], 4, 3))
     np.testing.assert_array_equal(array_of(found), want)
+    (of_data,) = sums.contract_with_data(view_of(eqn), 1, [x, sizes], [Product.of(w, fixed=False)])
+    np.testing.assert_array_equal(array_of(of_data), want)
+    halves = Product.of(x.reshape([n for m in x.shape for n in ((2, 2) if m == 4 else (m,))]), fixed=False)
+    merged = sums.contract(view_of(eqn), halves.reshape(x.shape), Product.of(w, fixed=False), sizes)
+    np.testing.assert_array_equal(array_of(merged), want)
 
 
 def test_rows_on_a_diagonal_with_their_batch_are_in_no_groups():
@@ -116,7 +125,8 @@ def test_an_axis_that_can_be_changed_alone_has_one_label():
 def test_one_factor_may_be_as_large_as_the_array():
     w, a, b = whole(4, 4), whole(4, 1), whole(1, 4)
     cases = [product("i o", *f) for f in ([("ir", a), ("ro", b)], [("io", w), ("o", b[0])], [("io", w), ("io", w)])]
-    assert [p.is_smaller_in_factors for p in [*cases, ROTATED]] == [True, True, False, True]
+    found = [p.is_smaller_in_factors for p in [*cases, ROTATED, DIAGONAL]]
+    assert found == [True, True, False, True, True]
 
 
 def test_a_sum_is_a_tree_of_arrays_and_keys():
@@ -152,6 +162,17 @@ def test_a_circulant_matrix_is_its_first_column_rotated(numbers):
     assert Circulant(jnp.ones(3, jnp.bfloat16)).spectrum(transposed=False).dtype == jnp.complex64
 
 
+def test_fourier_transforms_are_in_a_wide_dtype_and_their_inverse_in_that_of_the_result():
+    frequencies = jax.eval_shape(sums.fourier_transform, jax.ShapeDtypeStruct((3,), jnp.bfloat16))
+    assert (frequencies.shape, frequencies.dtype) == ((2,), np.complex64)
+    found = jax.eval_shape(lambda x: sums.inverse_fourier(x, 3, jnp.bfloat16), frequencies)
+    assert (found.shape, found.dtype) == ((3,), jnp.bfloat16)
+
+
+def test_factors_in_compressed_form_are_expanded_where_they_are_split():
+    np.testing.assert_array_equal(array_of(ROTATED.reshape((2, 2, 4))), array_of(ROTATED).reshape(2, 2, 4))
+
+
 def test_rows_are_in_groups_one_after_another():
     segments = Segments(np.array([[2, 0, 1], [1, 3, 0]], np.int8), 4, np.float32)
     np.testing.assert_array_equal(segments.group_of_row(), [[0, 0, 2, 3], [0, 1, 1, 1]])
@@ -165,7 +186,8 @@ def test_rows_are_in_groups_one_after_another():
 
 F32, BF16, F16, C64, E8M0 = np.float32, jnp.bfloat16, np.float16, np.complex64, ml_dtypes.float8_e8m0fnu
 E5M2, E4M3, B11 = ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3b11fnuz
-I8, I16, I32, U8, BOOL, U4 = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool, ml_dtypes.uint4))
+I8, I16, I32, U8, BOOL = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool))
+I4, U4 = np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)
 DTYPES = {
     sums.has_range: ([(F32,), (BF16,), (C64,)], [(F16,), (I32,), (E8M0,)]),
     sums.covers: (
@@ -173,7 +195,8 @@ DTYPES = {
         [(F16, BF16), (F16, F32), (F32, C64), (E8M0, E8M0), (E4M3, B11), (F32, I32), (BF16, I16)],
     ),
     sums.holds_exactly: (
-        [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)],
+        [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)]
+        + [(E5M2, x) for x in (I4, BOOL)],
         [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)]
         + [(E5M2, x) for x in (E4M3, U4)],
     ),
