@@ -33,6 +33,12 @@ rounded = with_derivative(lambda x: x.astype(int), lambda x, dx: (x.astype(int),
 of_another = with_derivative(lambda x: mixed_in_its_derivative(x), lambda x, dx: (x * 2, dx * 2))
 
 
+two = with_derivative(lambda x: (x * 2, x * 3), lambda x, dx: (two(x), (dx * 2, dx * 7)))
+with_signs = with_derivative(
+    lambda x: (x > 0, x * 3), lambda x, dx: (with_signs(x), (np.zeros(x.shape, float0), dx * 7))
+)
+
+
 @jax.custom_jvp
 def of_two(x, y):
     return x * y.astype(x.dtype)
@@ -158,6 +164,15 @@ def test_a_part_has_the_derivative_of_its_own():
         return jax.grad(lambda w: jnp.sum(part(w)))(w), by_rule
 
     np.testing.assert_array_equal(slopes(np.asarray(W)[:1]), np.full((2, 1, 2, 4), 5.0))
+
+
+@pytest.mark.parametrize("function", [two, with_signs])
+def test_the_part_of_a_second_output_has_its_value_and_derivative(function):
+    plan, inputs = planned(lambda w, b: function(w)[1])
+    assert [(inputs[v] is W, axis) for v, axis in plan.parts] == [(True, 0)]
+    part, slope = jax.jit(lambda w: jax.jvp(lambda w: plan.run(0, [w])[0], (w,), (jnp.ones_like(w),)))(W[:1])
+    np.testing.assert_array_equal(part, 3 * np.asarray(W)[:1])
+    np.testing.assert_array_equal(slope, np.full((1, 2, 4), 7))
 
 
 def outputs_and_parts(function, axis, *shapes):
