@@ -79,6 +79,9 @@ def test_places_choose_along_axes_that_go():
         [[0, 0], [1, None], [None, None]],
     )
     assert found.output[2] == -3  # for axis 2 of the table
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (2,), (1,), (0,))
+    found = the(lambda x, n: lax.gather(x, n, numbers, (2, 1, 2)), X, np.ones((3, 1), np.int32))
+    assert (roles(found, 0), sources(found)) == (([2], [0], [1]), [[1, 0], [0, None], [None, None]])
     found = the(lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 3, 4), allow_negative_indices=False), X, np.int32(1))
     assert (roles(found, 0), found.output[0]) == (([0], [1, 2], []), -1)
     found = the(lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 3, 2), allow_negative_indices=False), X, np.int32(1))

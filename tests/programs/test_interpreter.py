@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from products import PRODUCTS, whole
+from products import PRODUCTS, sum_of, whole
 
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
@@ -93,6 +93,14 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     "a constant of a loop": (lambda a, b, x: with_constant(a @ b, x), [("dot_general", 3)]),
     "carried": (lambda a, b, x: lax.scan(lambda w, x: (w * 2, x @ w), a @ b, x), [("scan", 1)]),
     "layers": (lambda a, b, x: scanned((LAYERS @ b, x), lambda wx: wx[1] @ wx[0]), [("dot_general", 3)]),
+    "layers of both factors and of another": (
+        lambda a, b, x: scanned((LAYERS[..., :1] * a.reshape(3, 1, 4) + whole(3, 6, 4), x), lambda wx: wx[1] @ wx[0]),
+        [("dot_general", 3)],
+    ),
+    "layers along the second axis": (
+        lambda a, b, x: scanned((jnp.swapaxes(whole(6, 3, 2) @ b, 0, 1), x), lambda wx: wx[1] @ wx[0]),
+        [("dot_general", 3)],
+    ),
     "layers backwards": (
         lambda a, b, x: scanned((-(LAYERS @ b), x), lambda wx: wx[1] @ wx[0], reverse=True),
         [("dot_general", 3)],
@@ -245,6 +253,13 @@ def test_rules_are_told_whether_only_the_first_output_is_read():
     assert [seen_at("split", parts(i))[0].only_first_read for i in range(3)] == [True, False, False]
 
 
+def test_equations_that_are_evaluated_together_return_what_is_read_later(monkeypatch):
+    evaluated, evaluate = [], jaxprs.evaluate
+    monkeypatch.setattr(jaxprs, "evaluate", lambda program, args: evaluated.append(program) or evaluate(program, args))
+    jax.eval_shape(lambda *args: interpret(lambda a, b, x: (x @ jnp.cos(jnp.sin(a)), a @ b), *args)[0], A, B, X)
+    assert [len(program.outvars) for program in evaluated] == [1]
+
+
 def test_rules_are_told_facts():
     def looped(a, b, x):
         return lax.scan(lambda c, ax: (c * 2, (ax[1] @ (c @ b), ax[0] @ b)), a, (a[None], x[:1]))
@@ -352,6 +367,8 @@ def test_the_factors_of_a_sum_are_split_with_the_key_of_their_draw():
     factors = specs.products[0].factors
     assert [factor.array for factor in factors] == [Spec("data", None), Spec(None, None)]
     assert [factor.draw for factor in factors] == [Draw("w", Spec())] * 2
+    whole_matrix, _ = interpreter._shard_input(operation, sum_of(PRODUCTS["rotated"]), Spec("data"))
+    assert [x.shape for x in jax.tree.leaves(whole_matrix)] == [(4, 4), (4,)]
 
 
 def test_the_program_returns_a_sum_as_it_is():

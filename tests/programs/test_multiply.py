@@ -199,6 +199,7 @@ COSTS = {  # twice the loop for each of the result and gradients, and what is wr
     "rotated, summed": (("n", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0, 1), 2 * 320 + ENTRY * 5),
     "one": (("i", ("i", whole(6))), (), 0),
     "rows in groups": (("n o", ("nk", ROWS), ("ni", X), ("kio", W)), (0,), 3 * 2 * 40 + ENTRY * (20 + 8 + 30)),
+    "groups alone": (("n", ("nk", ROWS), ("n", X[:, 0])), (0,), ENTRY * (4 + 4)),
     "a sum for each": (("k i o", ("nk", ROWS), ("ni", X), ("no", X)), (0,), 3 * 2 * 16 * 1 + ENTRY * (12 + 8 + 8)),
 }
 

@@ -144,6 +144,9 @@ ROWS = {  # of a table: the sums, and what is done with them
     "cut from a place before the first": ("low-rank", lambda w: turned(w, -jnp.max(lax.iota(np.int32, 3)))),
     "columns of merged rows cut": ("merged", lambda w: w[:, 1:3]),
     "columns of merged rows cut from a place": ("merged", lambda w: lax.dynamic_slice_in_dim(w, np.int32(1), 2, 1)),
+    "rows of a rotated one": ("rotated", lambda w: w[1:3]),
+    "rotated, narrowed": ("rotated", lambda w: w.astype(jnp.bfloat16)),
+    "rotated, joined": ("rotated", lambda w: jnp.concatenate([w, w[:1]])),
     "every second row": ("two", lambda w: w[::2]),
     "one row, times": ("two low-rank", lambda w, v: w[2:3] * v),
     "reversed": ("low-rank", lambda w: lax.rev(w, (0, 1))),
@@ -171,7 +174,7 @@ ROWS = {  # of a table: the sums, and what is done with them
     "looked up by an integer": ("repeated-matrices", taken(0, "fill", (1, 6, 4))),
     "one looked up, times": (
         "matrices",
-        lambda w: w * lax.gather(w, PLACES[2:3], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 6, 4)),
+        lambda w: lax.gather(w, PLACES[2:3], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 6, 4)) * w,
     ),
     "columns looked up": ("matrices", taken(2, "clip", (3, 6, 1))),
     "kept when looked up": (

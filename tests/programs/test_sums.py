@@ -47,7 +47,9 @@ def test_a_sum_multiplies_by_ones_only_along_axes_that_no_factor_has():
     for p, axis, n_factors in [(LOW_RANK, 0, 2), (REPEATED, 0, 1), (REPEATED, 1, 2), (DIAGONAL, 0, 2)]:
         found = p.sum([axis])
         np.testing.assert_array_equal(array_of(found), array_of(p).sum(axis))
-        assert len(found.factors) == n_factors
+        assert [factor.fixed for factor in found.factors] == [i >= len(p.factors) for i in range(n_factors)]
+    integers = product("i o", ("i", whole(6).astype(np.int8))).sum([1])
+    assert [factor.array.dtype for factor in integers.factors] == [np.int8] * 2
 
 
 def test_sizes_of_zero_are_not_split():
@@ -102,6 +104,7 @@ def test_rows_in_groups_meet_the_matrix_of_their_group(name):
     indices = "bnk" if sizes.ndim == 2 else "nk"
     want = np.einsum(f"{inputs},{indices}->{output}", x, w, in_group.reshape(*sizes.shape[:-1], 4, 3))
     np.testing.assert_array_equal(array_of(found), want)
+    assert [factor.fixed for factor in found.factors if isinstance(factor.array, Segments)] == [True]
     (of_data,) = sums.contract_with_data(view_of(eqn), 1, [x, sizes], [Product.of(w, fixed=False)])
     np.testing.assert_array_equal(array_of(of_data), want)
     halves = Product.of(x.reshape([n for m in x.shape for n in ((2, 2) if m == 4 else (m,))]), fixed=False)
