@@ -266,6 +266,10 @@ READ = {
     "data": (lambda raw, key, step, data, x: applied(raw, key, data), [1, 1, 0, 1, 0]),
     "computed": (lambda raw, key, step, data, x: applied(raw, key, data * 2), [1, 1, 0, 0, 0]),
     "in a call": (lambda raw, key, step, data, x: jax.jit(applied)(raw, key, data * 2), [1, 1, 0, 0, 0]),
+    "in a call with a constant": (
+        lambda raw, key, step, data, x: jax.jit(lambda step, raw: applied(raw, None, W))(step, raw),
+        [1, 0, 0, 0, 0],
+    ),
     "in a loop": (
         lambda raw, key, step, data, x: jax.lax.scan(lambda c, x: (c + applied(raw, key, None) * x, None), x, data),
         [1, 1, 0, 0, 0],

@@ -84,6 +84,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
         [(None, 1)],
     ),
     "a call": (lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * 2)(a, b), [("dot_general", 1)]),
+    "a call with a constant": (
+        lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * whole(6, 1))(a, b),
+        [("dot_general", 1)],
+    ),
     "a call that does nothing": (
         lambda a, b, x: x @ jax.jit(lambda w, x: (2.0, w))(a @ b, x)[1].T.T,
         [("dot_general", 1)],
@@ -294,7 +298,7 @@ def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
         return lambda a, b, x: lax.scan(step, jnp.zeros(2), a)
 
     def stopping_second(c, x):
-        return jax.jit(lambda c, x: c + lax.stop_gradient(x))(c, x)
+        return jax.jit(lambda c, x: c + lax.stop_gradient(x) * A[0])(c, x)
 
     cases = [
         (stopping(lambda x: 2.0), True),

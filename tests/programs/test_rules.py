@@ -403,9 +403,9 @@ def test_numbers_of_negations_are_multiplied_into_one():
         drawn, (w, *numbers) = x.products[0].factors[1], [f for f in x.products[0].factors if f.draw is None]
         assert (drawn.draw, w.array is W64) == (draw.draw, True)
         assert [(float(f.array), f.fixed) for f in numbers] == [((-1) ** n * 2, True)]
-    factors = [Factor(np.float32(2), (), fixed) for fixed in (True, False)]
-    (found,) = rules.negate_sum(sum_of(Product(tuple(factors), ()))).products
-    assert [(float(f.array), f.fixed) for f in found.factors] == [(-4, False)]
+    factors = [Factor(dtype(2), (), fixed) for dtype, fixed in ((np.int8, True), (jnp.bfloat16, False))]
+    (found,) = rules.negate_sum(sum_of(Product(tuple(factors), ()), dtype=jnp.bfloat16)).products
+    assert [(f.array, f.array.dtype, f.fixed) for f in found.factors] == [(-4, jnp.bfloat16, False)]
 
 
 def test_parts_of_one_structure_are_joined_into_one_product():

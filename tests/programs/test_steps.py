@@ -71,6 +71,7 @@ FUNCTIONS = {
     "called": lambda w, b: jax.jit(lambda w, b: (w, doubled(w) * jnp.exp(-b)))(w, b)[1],
     "a function with another derivative": lambda w, b: of_another(w),
     "a table that counts": lambda w, b: w @ lax.broadcasted_iota(jnp.float32, (4, 5), 0),
+    "a table in a call": lambda w, b: jax.jit(lambda b, w: w @ np.arange(20, dtype=np.float32).reshape(4, 5))(b, w),
     "small in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 << 13)) * b[0, 0, 0]))(w, b),
 }
 
