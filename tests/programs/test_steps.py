@@ -106,6 +106,8 @@ def test_a_part_along_another_axis():
     assert [(inputs[v] is W, axis) for v, axis in plan.parts] == [(True, 2), (False, None)]
     part, whole = jax.jit(lambda i, w, b: (plan.run(i, [w[:, :, 2:3], b])[0], function(w, b)))(np.int32(2), W, B)
     np.testing.assert_array_equal(part, whole[..., 2:3])
+    counted, _ = planned(lambda w, b: lax.broadcasted_iota(np.float32, (3, 2, 4), 2), 2)
+    assert jax.eval_shape(lambda i: counted.run(i, [])[0], np.int32(2)).shape == (3, 2, 1)
 
 
 MIXED = {

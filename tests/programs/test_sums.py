@@ -33,6 +33,12 @@ def test_entries_of_equal_indices_are_on_a_diagonal(name):
         np.testing.assert_array_equal(array_of(found), np.diag(np.diag(array_of(EQUAL[name]))))
 
 
+def test_entries_on_a_diagonal_are_multiplied_by_those_of_merged_rows():
+    diagonal = product("i i", ("i", whole(6)))
+    found = sums.multiply_entries(diagonal, EQUAL["merged"])
+    np.testing.assert_array_equal(array_of(found), array_of(diagonal) * array_of(EQUAL["merged"]))
+
+
 def test_sizes_that_are_not_known_are_not_split():
     n, m = jax.export.symbolic_shape("n, m")
     p = Product.of(jax.ShapeDtypeStruct((n, m, 4), np.float32), fixed=True)
