@@ -96,7 +96,10 @@ FORMS = {  # which operations multiply these, and which do not
     ("a sum for each group", "groups of each batch", "groups of each head"): ({" ragged_dot_general"}, {" eq "}),
     ("a number for each row",): ({" gather"}, {"dot_general", " eq "}),
     ("groups alone",): ({" lt "}, {" eq "}),
-    ("summed in each batch", "rows and groups", "no sum"): ({" dot_general", " eq "}, {" ragged_dot_general"}),
+    ("summed in each batch", "rows and groups", "no sum", "rows also without a batch"): (
+        {" dot_general", " eq "},
+        {" ragged_dot_general"},
+    ),
 }
 
 

@@ -446,6 +446,8 @@ def test_a_choice_adds_both_cases_where_they_are_chosen():
     assert (found.shape, found.dtype) == ((6, 4), np.float32)
     arrays = rules.select_sum([which, W64, W64]).products
     assert [[factor.fixed for factor in p.factors] for p in arrays] == [[False, True]] * 2
+    narrow = rules.select_sum([which, *2 * [W64.astype(jnp.bfloat16)]])
+    assert {narrow.dtype, *(f.array.dtype for p in narrow.products for f in p.factors)} == {np.dtype(jnp.bfloat16)}
     number = rules.select_sum([np.array(1), v, v])
     assert rules.select_sum([np.int32(1), v, v, v]) is None
     assert rules.select_sum([v, v, v]) is None
