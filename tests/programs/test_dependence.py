@@ -41,6 +41,7 @@ KNOWN = {
     "plain": (lambda w, x: (jnp.sin(w), x @ w, 3.0), [True, False, True]),
     "jit": (lambda w, x: jax.jit(lambda w, x: (jnp.sin(w), x @ w))(w, x), [True, False]),
     "scan": (scanned, [True, False, True, False]),
+    "run once": (lambda w, x: (io_callback(lambda w: w, W, w), w), [False, True]),
     "run once in a call": (
         lambda w, x: jax.jit(lambda w, x: (w * 2, io_callback(lambda x: x, X, x)))(w, x),
         [False, False],

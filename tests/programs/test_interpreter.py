@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 from products import PRODUCTS, sum_of, whole
 
 from reparax.core.unchanged import recompute
-from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
+from reparax.programs import dependence, interpreter, jaxprs, multiply, rules, sums
 from reparax.programs.dependence import AllFacts, Facts
 from reparax.programs.equations import Checkpoint, Jit, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
@@ -78,6 +78,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
         lambda a, b, x: [y for w in [a @ b] for y in (jnp.tanh(w), (a @ b).T, jnp.sin(w))],
         [("tanh", 1), (None, 1)],
     ),
+    "read after others": (
+        lambda a, b, x: [f(y) for w in [a @ b] for f, y in ((jnp.cos, x), (jnp.tanh, w))],
+        [("tanh", 1)],
+    ),
     "of data": (lambda a, b, x: jnp.tanh(x @ (x.T @ x)), []),
     "beside an equation without outputs": (
         lambda a, b, x: [jax.debug.callback(lambda _: None, x), a @ b][1],
@@ -112,7 +116,7 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     "one layer": (lambda a, b, x: scanned((ONE_LAYER @ b, x[:1]), lambda wx: wx[1] @ wx[0]), [("dot_general", 1)]),
     "rows of several axes": (lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4), jnp.sin), [("scan", 1)]),
     "rows of several axes and of one": (
-        lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
+        lambda a, b, x: scanned(whole(18, 4) + (LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
         [("scan", 1)],
     ),
     "loops in a loop": (
@@ -210,6 +214,9 @@ def test_rules_are_told_the_step():
     np.testing.assert_array_equal(outs[0], np.arange(3))
     _, found = interpret(lambda a, b, x: scanned(x, lambda x: x @ (a @ b)), A, B, X, counts_steps=False)
     assert found.seen[-1].interpreter.steps == (LoopStep(None, 3),)
+    (n,) = jax.export.symbolic_shape("n")
+    unknown = Interpreter(found, times=3).inside(found.seen[-1].eqn, step=LoopStep(None, n))
+    assert unknown.times == 3 * sums.UNKNOWN
 
 
 def seen_at(primitive, function, **settings):
@@ -277,6 +284,8 @@ def test_rules_are_told_facts():
     none, of_b = frozenset(), ({1}, frozenset(), frozenset(), 1)
     of_carry, _, of_slice = seen_at("dot_general", looped)
     assert facts(of_carry) == facts(of_slice) == [({0}, {0}, none, None), of_b]
+    (seen,) = seen_at("dot_general", lambda a, b, x: jax.jit(lambda a, b: (a * LAYERS[0]) @ b)(a, b))
+    assert [fact.origins for fact in seen.facts] == [{0}, {1}]
     inside = seen_at("dot_general", lambda a, b, x: scanned(a[None], lambda a: scanned((a[None], b[None]), both(a, b))))
     assert [[fact.steps for fact in seen.facts] for seen in inside] == [[{0}, {1}], [{0, 1}, set()]]
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))

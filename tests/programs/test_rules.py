@@ -473,7 +473,9 @@ def test_only_factors_that_need_the_axis_of_a_look_up_are_repeated():
     drawn = replace(b, draw=Draw("noise", 0, rows=2), fixed=True)
     drawn_sum = replace(x, products=(Product((replace(a, fixed=True), drawn), x.products[0].axes),))
     assert shapes(drawn_sum) == [(4, 6, 2), (4, 2, 4)]
-    assert rules.look_up(view_of(eqn), drawn_sum, [PLACES]).products[0].factors[1].draw.rows == 8
+    table = one(ROWS["looked up in a table of places"][1], whole(3, 6, 4))
+    for each, places in ((eqn, PLACES), (table, PLACES.reshape(2, 2, 1))):
+        assert rules.look_up(view_of(each), drawn_sum, [places]).products[0].factors[1].draw.rows == 8
     alone = replace(x, products=(Product((drawn,), x.products[0].axes),))
     assert shapes(alone) is None
     assert rules.look_up(view_of(eqn), x, [x]) is None
