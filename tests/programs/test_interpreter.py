@@ -78,10 +78,6 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
         lambda a, b, x: [y for w in [a @ b] for y in (jnp.tanh(w), (a @ b).T, jnp.sin(w))],
         [("tanh", 1), (None, 1)],
     ),
-    "read after others": (
-        lambda a, b, x: [f(y) for w in [a @ b] for f, y in ((jnp.cos, x), (jnp.tanh, w))],
-        [("tanh", 1)],
-    ),
     "of data": (lambda a, b, x: jnp.tanh(x @ (x.T @ x)), []),
     "beside an equation without outputs": (
         lambda a, b, x: [jax.debug.callback(lambda _: None, x), a @ b][1],

@@ -200,6 +200,9 @@ def test_equations_run_one_by_one_where_they_may_share_a_derivative(f, n, monkey
     assert len(evaluated) == n
     jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(held, [x]), x)[0])(X)
     assert len(evaluated) == n + 2
+    two = program(lambda x, y: jnp.sin(x) + y, X, X)
+    jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(two, [X, x]), x)[0])(X)
+    assert len(evaluated) == n + 4
 
 
 def test_what_prints_shares_nothing(monkeypatch):
