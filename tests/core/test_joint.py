@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import JointNorm, model
+from compiled import zeros
 from errors import raises, table
 
 import reparax as rpx
+from reparax.core.plan import plan_for
 
 LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
 
@@ -238,3 +240,89 @@ TWO = {"a": ONE, "b": ONE}
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals(), model=model)
+
+
+class CutShort(rpx.stage.Joint):
+    """A stage that gives shorter arrays, and has neither an update nor a penalty."""
+
+    changes_type = True
+    starts_elsewhere = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"][1:] for name, held in values.items()}
+
+
+def test_a_stage_that_changes_shapes_is_not_compared_with_its_start_and_by_default_has_no_update_and_no_penalty():
+    p, params = CutShort({"w": "(.*)/kernel"}), {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2)}}
+    raw = p.init(params)
+    assert jax.tree.map(jnp.shape, p.apply(raw)) == {"one": {"kernel": (2, 2)}, "two": {"kernel": (3, 2)}}
+    assert (p.has_update, float(p.penalty(raw))) == (False, 0.0)
+    assert p.update(raw)["one"]["kernel"]["@cut_short"]["x"] is raw["one"]["kernel"]["@cut_short"]["x"]
+    assert p.update_leaves({}) == {}
+
+
+def test_a_joint_stage_has_no_axes_but_those_that_are_stacked():
+    params = {"q": normal(4, 4), "k": normal(4, 4, seed=1)}
+    roles = rpx.roles(lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4))
+    for p in (OneGain(QK), CutShort(where="q"), OneGain(QK, stacked=0)):
+        assert p.with_axes(roles) == p
+        assert rpx.axes.check_axes(p, lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4)) == ()
+
+
+def test_groups_have_the_order_of_their_first_array_and_may_be_all_in_one():
+    def groups(arrays, params):
+        p = JointNorm(arrays)
+        (step,) = plan_for(p, jax.eval_shape(p.init, params)).steps
+        return [dict(site.arrays) for site in step.sites]
+
+    both = {"a": {"kernel": normal(3, 2), "bias": normal(2)}, "b": {"bias": normal(2), "kernel": normal(4, 2)}}
+    one, two = ({"w": (name, "kernel"), "b": (name, "bias")} for name in "ab")
+    assert groups(LAYERS, both) == [one, two]
+    assert groups({"w": "a/kernel", "b": "b/bias"}, both) == [{"w": ("a", "kernel"), "b": ("b", "bias")}]
+    crossed = {"w": "(.)/(ker)nel", "b": "(.)/bia(s)"}
+    with pytest.raises(ValueError, match="no array for 'b' whose path captures the same text"):
+        groups(crossed, both)
+
+
+def test_an_array_that_no_group_has_is_left_alone_and_half_a_group_is_refused():
+    p, params = JointNorm(LAYERS), {**layers(), "free": normal(3)}
+    raw = zeros(p.init, params)
+    assert jax.eval_shape(p.apply, raw).keys() == params.keys()
+    assert p.fold({**raw, "free": params["free"]})["free"] is params["free"]
+    with pytest.raises(ValueError, match="no array for 'b' whose path captures the same text"):
+        p.apply({**raw, "one": {**raw["one"], "bias": params["one"]["bias"]}})
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kept"),
+    [
+        ({"w": "a"}, (("w", "a"),)),
+        ((("w", "a"), ("b", "c")), (("w", "a"), ("b", "c"))),
+        ((), None),
+        ({}, None),
+        ([("w", "a")], None),
+        ((("w",),), None),
+        ((("w", "a", "b"),), None),
+        ((("w", "a"), ("b", None)), None),
+        ((["w", "a"],), None),
+        (("wa",), None),
+    ],
+)
+def test_expressions_are_kept_as_pairs(arrays, kept):
+    if kept is None:
+        with pytest.raises(TypeError, match="takes a dict from names to regular expressions"):
+            JointNorm(arrays)
+    else:
+        assert JointNorm(arrays).arrays == kept
+
+
+def test_a_check_of_a_selected_array_may_be_defined():
+    class Even(CutShort):
+        def refuse_leaf(self, w):
+            return "expected an even number." if w.size % 2 else None
+
+    with pytest.raises(ValueError, match="at 'b': expected an even number"):
+        Even().init({"a": normal(2), "b": normal(3)})

@@ -1,5 +1,7 @@
 """What a plan decides by types alone is what the formulas make: shapes, means, and boxes of several arrays."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import reparax as rpx
+from reparax.core.calls import CallName
 from reparax.core.chain import Mean
-from reparax.core.plan import plan_for
+from reparax.core.plan import plan_for, require_no_markers
+from reparax.core.raw import flatten
 
 KEY = jax.random.key(0)
 W = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -192,3 +196,67 @@ def test_a_start_of_ones_own_is_traced_once_for_a_type():
     jax.eval_shape(Counted().init, params)
     assert Counted.traced.count("init") == 1
     assert Counted.traced.count("apply") == 1
+
+
+class OwnNoise(rpx.VarNoise):
+    """A formula of its own, which may not merge like that of its base."""
+
+
+def draws(p):
+    """How many arrays of normal numbers a chain draws."""
+    return str(jax.make_jaxpr(p.apply)({"w": W, "b": W[0]}, KEY)).count("name=reparax_normal")
+
+
+@pytest.mark.parametrize(
+    ("p", "count"),
+    [
+        (rpx.VarNoise(0.1), 2),
+        (rpx.VarNoise(0.1) >> rpx.VarNoise(0.2), 2),
+        (rpx.VarNoise(0.1, where="w") >> rpx.VarNoise(0.2), 2),
+        (rpx.VarNoise(0.1) >> Times(2.0) >> rpx.VarNoise(0.2), 4),
+        (rpx.VarNoise(0.1) >> Times(2.0, where="w") >> rpx.VarNoise(0.2), 3),
+        (OwnNoise(0.1) >> OwnNoise(0.2), 4),
+        (rpx.VarNoise(0.1) >> OwnNoise(0.2), 4),
+        (rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5, where="w"), 2),  # which draws uniform numbers
+        (rpx.VarNoise(0.1) >> Mean(rpx.VarNoise(0.2)), 2),
+    ],
+    ids=repr,
+)
+def test_noise_is_drawn_once_for_neighbours_that_merge(p, count):
+    assert draws(p) == count
+
+
+def test_a_plan_says_who_computes_each_array_and_from_which_values():
+    p = rpx.WeightNorm() >> rpx.Tie({"tied": "w"}) >> rpx.VarNoise(0.1)
+    raw = jax.eval_shape(p.init, {"w": W, "tied": W, "b": W[0]})
+    plan = plan_for(p, raw, mean=True)
+    node = ("w", "@weight_norm")
+    norm, values = plan.producers["w",]
+    assert (norm.kind, values) == ("weight_norm", {"g": (*node, "g"), "v": (*node, "v")})
+    assert [plan.producers["tied",][0].kind, plan.producers["tied",][1]] == ["tie", {}]
+    assert ("b",) not in plan.producers
+    assert plan_for(p, raw).producers["w",][0].kind == "weight_norm"  # not the noise, which has no values
+    assert plan.places == {"w": ("w",), "tied": ("tied",), "b": ("b",)}
+    assert [plan.has_values(place) for place in (("w",), ("b",), ("tied",), (*node, "g"))] == [True, True, False, True]
+    assert [step.draws for step in plan.steps] == [False, False]
+    assert [step.draws for step in plan_for(p, raw).steps] == [False, False, True]
+    assert jax.tree.map(lambda x: x.shape, plan.effective) == {"w": (4, 2), "tied": (4, 2), "b": (2,)}
+
+
+def test_the_outermost_marker_that_remains_is_named_and_those_of_later_stages_may_remain():
+    p = rpx.WeightNorm() >> rpx.numbers.Scale(2.0)
+    raw = flatten(jax.eval_shape(p.init, {"w": W})).types()
+    who = CallName(p, "apply")
+    require_no_markers(who, raw, later=p._parts)
+    for later in ((), (p[0],)):
+        with pytest.raises(ValueError, match="under '@scale' at 'w'"):
+            require_no_markers(who, raw, later=later)
+    with pytest.raises(ValueError, match="has no stage for '@scale' at 'w'"):
+        require_no_markers(CallName(p[0], "apply"), raw, later=(p[0],))
+
+
+def test_a_value_that_no_init_gives_is_refused_where_the_formula_would_take_it():
+    more = {"w": {"@counted": {"x": W, "y": W}}}
+    text = "Counted().apply at 'w': expected raw values named ('x',), but got 'y': "
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Counted().apply(more)

@@ -14,6 +14,7 @@ from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
+from reparax.training._transfer import distances
 
 PARAMS = {"a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)}, "b": {"kernel": normal(5, 4, seed=2)}}
 
@@ -504,6 +505,7 @@ PARTIAL = {
     ),
     "ours in multi steps": optax.MultiSteps(rpx.optimizer(optax.adam(1e-3)), 2).gradient_transformation(),
     "without moments": optax.sgd(1e-3),
+    "moments of fixed values too": optax.adam(1e-3),
 }
 
 
@@ -580,6 +582,14 @@ def test_trained_values_go_to_the_chain_without_randomness():
     got = rpx.transfer(p, p.deterministic, raw)
     assert jax.tree.structure(got) == jax.tree.structure(raw)
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(raw), strict=True))
+
+
+def test_values_of_two_dtypes_are_compared_in_the_wider_one():
+    w = np.linspace(0, 1, 4, dtype=np.float32)
+    with jax.enable_x64():
+        assert distances({"w": jnp.asarray(w)}, {"w": jnp.asarray(w, np.float64)}) == {}
+        far = distances({"w": jnp.asarray(w + 1)}, {"w": jnp.asarray(w, np.float64)})
+    assert far == pytest.approx({"w": 1.0})
 
 
 @table(__file__)
