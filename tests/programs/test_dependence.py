@@ -264,6 +264,12 @@ READ = {
         lambda raw, key, step, data, x: applied(raw, jax.random.fold_in(key, step), None),
         [1, 1, 1, 0, 0],
     ),
+    "a key that a call returns beside others": (
+        lambda raw, key, step, data, x: applied(
+            raw, jax.jit(lambda *ks: (step, jax.random.fold_in(*ks)))(key, step)[1], x
+        ),
+        [1, 1, 1, 0, 1],
+    ),
     "data": (lambda raw, key, step, data, x: applied(raw, key, data), [1, 1, 0, 1, 0]),
     "computed": (lambda raw, key, step, data, x: applied(raw, key, data * 2), [1, 1, 0, 0, 0]),
     "in a call": (lambda raw, key, step, data, x: jax.jit(applied)(raw, key, data * 2), [1, 1, 0, 0, 0]),
