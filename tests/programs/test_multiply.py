@@ -48,6 +48,7 @@ MORE = {
     "a row of each": product("n i o", ("nk", ROWS), ("n", X[:, 0]), ("kio", W)),
     "a sum for each group": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5))),
     "a sum for each group, scaled": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5)), ("ko", whole(3, 5))),
+    "sums alone for each group": product("k i o", ("nk", ROWS), ("nis", whole(4, 2, 3)), ("nto", whole(4, 3, 5))),
     "a sum of one for each group": product("k i", ("nk", ROWS), ("ni", X), ("k", whole(3))),
     "rows of another": product("k i o", ("nk", ROWS), ("ni", X), ("o", whole(5))),
     "rows of another, turned": product("k o i", ("nk", ROWS), ("ni", X), ("o", whole(5))),
