@@ -282,6 +282,8 @@ def test_rules_are_told_facts():
     assert facts(of_carry) == facts(of_slice) == [({0}, {0}, none, None), of_b]
     (seen,) = seen_at("dot_general", lambda a, b, x: jax.jit(lambda a, b: (a * LAYERS[0]) @ b)(a, b))
     assert [fact.origins for fact in seen.facts] == [{0}, {1}]
+    (call,) = seen_at("jit", lambda a, b, x: jax.jit(lambda a, x: (a * 2, x * 2))(a, x))
+    assert (call.out_facts.known, call.out_facts.origins) == (True, {0})
     inside = seen_at("dot_general", lambda a, b, x: scanned(a[None], lambda a: scanned((a[None], b[None]), both(a, b))))
     assert [[fact.steps for fact in seen.facts] for seen in inside] == [[{0}, {1}], [{0, 1}, set()]]
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))

@@ -29,6 +29,7 @@ doubled = with_derivative(lambda x: x * 2, lambda x, dx: (doubled(x), dx * 5))
 mixed = with_derivative(lambda x: jnp.cumsum(x, axis=0), lambda x, dx: (x, dx))
 mixed_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (x * 2, jnp.cumsum(dx, axis=0)))
 whole_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (jnp.zeros_like(x) + jnp.max(x), dx))
+whole_tangent = with_derivative(lambda x: x * 2, lambda x, dx: (x * 2, jnp.zeros_like(dx) + jnp.sum(dx)))
 rounded = with_derivative(lambda x: x.astype(int), lambda x, dx: (x.astype(int), np.zeros(x.shape, float0)))
 of_another = with_derivative(lambda x: mixed_in_its_derivative(x), lambda x, dx: (x * 2, dx * 2))
 
@@ -130,6 +131,7 @@ MIXED = {
     "large in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 + 8192)) * b[0, 0, 0]))(w, b),
     "printed in a call": lambda w, b: jax.jit(printed)(w),
     "whole in its derivative": lambda w, b: whole_in_its_derivative(w),
+    "a whole tangent": lambda w, b: whole_tangent(w),
     "in its values": lambda w, b: mixed(w),
     "in a derivative in a call": lambda w, b: jax.jit(mixed_in_its_derivative)(w),
     "in its derivative": lambda w, b: mixed_in_its_derivative(w),
