@@ -186,7 +186,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
-        case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
+        case equations.Pointwise():
             # A scalar, or an operand of size 1 along the axis, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:  # Others: dynamic sizes.
