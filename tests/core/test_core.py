@@ -108,7 +108,8 @@ def test_a_chain_is_the_composition_of_its_stages():
 def test_nothing_is_frozen_where_no_array_is_floating_and_no_selection_is_given():
     params = {"n": np.arange(3)}
     assert rpx.Freeze().init(params)["n"] is params["n"]
-    for p, tree in ((rpx.Freeze(), {}), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
+    freeze, none = rpx.Freeze(), {"f": abs, "n": None}
+    for p, tree in ((freeze, {}), (freeze, none), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
         with pytest.raises(ValueError, match="selects nothing"):
             p.init(tree)
 
@@ -170,6 +171,7 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
         p.init(params)
     types = jax.eval_shape(p.init, params, jax.random.key(1))
     p.check(types, like=params)
+    assert p.raw_paths(params) == {"w": "w"}
     assert rpx.summary(p, params).total.free + rpx.summary(p, params).total.fixed > 0
 
 

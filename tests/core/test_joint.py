@@ -10,6 +10,7 @@ from errors import raises, table
 
 import reparax as rpx
 from reparax.core.plan import plan_for
+from reparax.core.raw import flatten
 
 LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
 
@@ -223,6 +224,89 @@ class Shortened(Kept):
         return {name: {"x": w[1:]} for name, w in arrays.items()}
 
 
+class TakenApart(rpx.stage.Joint):
+    """Each array and a sum that updates add to; the formulas take what they need out of their arguments."""
+
+    raw_values = {"n": rpx.stage.fixed(), "x": rpx.stage.main(aligned=True)}
+
+    def init_leaves(self, arrays):
+        return {name: {"n": jnp.sum(arrays[name]), "x": arrays.pop(name)} for name in [*arrays]}
+
+    def apply_leaves(self, values):
+        return {name: values.pop(name).pop("x") for name in [*values]}
+
+    def update_leaves(self, values):
+        total = sum(jnp.sum(held.pop("x")) for held in values.values())
+        return {name: {"n": values.pop(name).pop("n") + total} for name in [*values]}
+
+    def penalty_leaves(self, values):
+        return sum(held.pop("n") for held in values.values())
+
+
+@pytest.mark.parametrize(("stacked", "axis"), [((), None), (1, 0)])
+def test_formulas_may_use_up_their_arguments(stacked, axis):
+    def steps(params):
+        raw = p.init(params)
+        return raw, p.apply(raw), p.update(raw), p.penalty(raw)
+
+    p, params = TakenApart({"w": "w", "b": "b"}, stacked=stacked), {"w": normal(2, 3), "b": normal(4, 3, seed=1)}
+    raw, effective, updated, penalty = jax.jit(steps)(params)
+    assert jax.tree.structure(p.init(params)) == jax.tree.structure(raw)
+    sums = {name: w.sum(axis) for name, w in params.items()}
+    for name, w in params.items():
+        np.testing.assert_array_equal(effective[name], w)
+        found = [tree[name]["@taken_apart"]["@fixed"]["n"] for tree in (raw, updated)]
+        np.testing.assert_allclose(found[0], sums[name], rtol=1e-5)
+        np.testing.assert_allclose(found[1], sums[name] + sums["w"] + sums["b"], rtol=1e-5)
+    np.testing.assert_allclose(penalty, np.sum(sums["w"] + sums["b"]), rtol=1e-5)
+
+
+def test_arrays_whose_paths_capture_the_same_texts_are_a_group():
+    pair = {"b": ONE["w"], "w": ONE["w"]}
+    tree = {"a": {"x": pair, "y": {**pair, "ww": ONE["w"]}}, "b": {"x": pair, "y": {"b": None, "w": "text"}}}
+    groups = [site.arrays for site in Kept({"w": "(.)/(.)/w", "b": "(.)/(.)/b"}).sites("init", flatten(tree))]
+    assert groups == [{name: (*layer, name) for name in "wb"} for layer in ("ax", "ay", "bx")]
+    hidden = {"v": {"@mask": {"w": ONE["w"], "@fixed": {"mask": ONE["w"]}}}, "n": 3, **ONE}
+    places = [site.arrays["u"] for site in Kept({"u": "(.*)"}).sites("init", flatten(hidden))]
+    assert places == [("v", "@mask", "w"), ("w",)]
+
+
+class Above(rpx.stage.Joint):
+    """Each array and a number of it, for which the start needs to know its entries."""
+
+    least: object = None
+
+    def init_leaves(self, arrays):
+        return {name: {"least": jnp.asarray(self.least(w)), "x": w - self.least(w)} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"] + held["least"] for name, held in values.items()}
+
+
+@pytest.mark.parametrize("least", [lambda w: np.asarray(w).min(), lambda w: w[w > 0].min()])
+def test_a_start_that_needs_numbers_is_not_asked_for_types(least):
+    raw = {"w": {"@above": {"least": np.float32(2), "x": np.array([0, 3], np.float32)}}}
+    np.testing.assert_array_equal(Above(least=least).apply(raw)["w"], [2, 5])
+
+
+class Doubled(rpx.stage.Joint):
+    """Every second entry, twice: no value has the type of the array."""
+
+    starts_elsewhere = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w[::2]} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: jnp.repeat(held["x"], 2, 0) for name, held in values.items()}
+
+
+def test_the_type_of_an_array_is_what_the_formula_makes_of_its_values_alone():
+    p = Doubled(where=lambda path, w: w.shape == (4,))
+    raw = jax.eval_shape(p.init, {"a": jnp.ones(4), "b": jnp.ones(4), "c": jnp.ones(2)})
+    assert jax.tree.map(jnp.shape, jax.eval_shape(p.apply, raw)) == {"a": (4,), "b": (4,), "c": (2,)}
+
+
 @pytest.mark.parametrize("arrays", [None, {"w": "w"}])
 def test_a_joint_stage_may_change_shapes_and_has_neither_penalties_nor_updates(arrays):
     p = Shortened(arrays)
@@ -235,6 +319,10 @@ ONE = {"w": np.ones(2, np.float32)}
 LEFT = {name: {"@kept": {"x": np.ones(2, np.float32)}} for name in "ab"}
 LOST = {**LEFT, "b": {"@kept": {}}}
 TWO = {"a": ONE, "b": ONE}
+SUMS = {
+    name: {"@taken_apart": {"@fixed": {"n": np.ones(n, np.float32)}, "x": ONE["w"]}}
+    for name, n in [("w", ()), ("b", 2)]
+}
 
 
 @table(__file__)

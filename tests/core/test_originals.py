@@ -237,6 +237,12 @@ def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
         "the first half of `rpx.partition(raw)`.",
     ):
         p.check(decayed(raw), since=raw)
+    for like, since, text in [
+        (PARAMS, decayed(raw), "differ from those of"),
+        ({**PARAMS, "q": NEW[:1]}, raw, "from `init"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            p.check(raw, like, since=since)
 
 
 class DriftingBase(Drifting):

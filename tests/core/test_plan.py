@@ -66,6 +66,68 @@ def test_later_stages_are_told_the_shape_that_the_formula_makes(first):
     np.testing.assert_array_equal((first >> of_this_shape).apply(raw)["w"], 2 * expected)
 
 
+def test_equal_types_are_told_only_for_equal_formulas_numbers_and_inputs():
+    thin, wide = np.ones((2, 2), np.float32), np.ones((2, 2), np.float16)
+    numbers = Repeated({"a": 1.0, "b|c": 2.0})
+    types = numbers_of_types(
+        numbers, {name: {f"@{Repeated.kind}": {"y": y}} for name, y in zip("abc", [thin, thin, wide], strict=True)}
+    )
+    assert types == {"a": ((4, 2), "float32"), "b": ((8, 2), "float32"), "c": ((8, 2), "float16")}
+    ties = rpx.Tie({"d": "c", "c": "b", "b": ("a", jnp.transpose), "e": "a", "g": "f", "h": ("f", jnp.ravel)})
+    held = {name: {"@tie": {}} for name in "bcdegh"}
+    types = numbers_of_types(ties, {**held, "a": np.ones((2, 3), np.float32), "f": np.ones((2, 3), np.float16)})
+    of_a, turned = ((2, 3), "float32"), ((3, 2), "float32")
+    of_f = {"f": ((2, 3), "float16"), "g": ((2, 3), "float16"), "h": ((6,), "float16")}
+    assert types == {"a": of_a, "b": turned, "c": turned, "d": turned, "e": of_a, **of_f}
+
+
+def numbers_of_types(p, raw):
+    """The shape and the name of the dtype of each array that a plan makes."""
+    return {place[0]: (x.shape, x.dtype.name) for place, x in plan_for(p, raw).after.arrays.items()}
+
+
+class Louder(rpx.VarNoise):
+    """A noise with another formula than that of the class that says how two of them merge."""
+
+    def perturb(self, w, drawn):
+        return super().perturb(w, 2 * drawn)
+
+
+class LouderToo(Louder):
+    merged_with = rpx.VarNoise.merged_with
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (Louder(0.1),) * 2,
+        (Louder(0.1), rpx.VarNoise(0.2)),
+        (rpx.VarNoise(0.1), Louder(0.2)),
+        (rpx.VarNoise(0.1), LouderToo(0.2)),
+    ],
+)
+def test_noises_of_different_classes_or_formulas_are_drawn_each_by_itself(stages):
+    first, second = stages
+    apart = (first >> Times(1.0) >> second).apply({"w": W}, KEY)["w"]
+    np.testing.assert_allclose((first >> second).apply({"w": W}, KEY)["w"], apart, rtol=1e-6)
+
+
+def test_the_outermost_marker_that_is_left_is_told():
+    raw = {"a": W, "w": {"@weight_norm": {"v": {"@mask": {"w": W, "@fixed": {"mask": W}}}}}}
+    with pytest.raises(ValueError, match="has no stage for '@weight_norm' at 'w'"):
+        rpx.Chain().apply(raw)
+    with pytest.raises(ValueError, match="has no stage for '@weight_norm' at 'w'"):
+        rpx.Chain((rpx.Mask(),)).apply(raw, upto=0)
+
+
+def test_each_stage_of_a_kind_says_why_values_that_are_left_cannot_be_its_own():
+    fits, other = rpx.WeightNorm(axis=-1, where="a"), rpx.WeightNorm(axis=0, where="a")
+    for p in (fits >> other, other >> fits, rpx.VarNoise(0.1) >> fits >> Times(1.0) >> other):
+        raw = {**p.init({"a": W}), "b": {"@weight_norm": {"g": W[:1], "v": W}}}
+        with pytest.raises(ValueError, match=r"WeightNorm\(axis=0, where='a'\).apply at 'b': expected 'g' of shape"):
+            jax.eval_shape(p.apply, raw, KEY)
+
+
 def test_an_array_is_set_where_each_value_is_asked_of_its_own_stage():
     p = rpx.Positive("exp", where=".*/g") >> rpx.WeightNorm(axis=-1)
     new = jnp.array([[2.0, -2.0], [-3.0, 4.0]])
