@@ -39,6 +39,10 @@ def test_arguments_are_chosen_by_position(argnums, chosen):
     assert Arguments.of("who", loss, argnums, (X, RAW_KEY, X), {}).is_chosen == [*map(bool, chosen)]
 
 
+def test_keyword_arguments_are_data_with_all_their_leaves():
+    assert Arguments.of("who", loss, 0, (X,), {"scale": {"a": X, "b": X}}).is_chosen == [True, False, False]
+
+
 def test_a_call_puts_other_arrays_in_their_places():
     arrays = [np.float32(5), 2 * X, KEY, 3 * X, 4 * X]
     found = ARGUMENTS.call(arrays)

@@ -53,11 +53,11 @@ def test_rows_in_groups_meet_the_matrix_of_their_group():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_kernel_has_inputs_and_a_window_that_go_and_outputs_that_stay(groups):
-    x, kernel, layouts = np.ones((2, 9, 4)), np.ones((3, 4 // groups, 6)), ("NWC", "WIO", "NCW")
+    x, kernel, layouts = np.ones((9, 2, 4)), np.ones((3, 4 // groups, 6)), ("WNC", "WIO", "CNW")
     settings = {"dimension_numbers": layouts, "feature_group_count": groups}
     found = the(lambda x, w: lax.conv_general_dilated(x, w, (2,), "SAME", **settings), x, kernel)
     assert roles(found, 1) == ([0, 1], [2], [])
-    assert sources(found) == [[0, None], [None, 2], [None, None]]
+    assert sources(found) == [[None, 2], [1, None], [None, None]]
     assert (found.operands[0][2] == found.operands[1][1]) == (groups == 1)
 
 
@@ -79,8 +79,13 @@ def test_places_choose_along_axes_that_go():
         [[0, 0], [1, None], [None, None]],
     )
     assert found.output[2] == -3  # for axis 2 of the table
+    numbers = lax.GatherDimensionNumbers((1, 2), (), (2,), (1,), (0,))
+    found = the(lambda x, n: lax.gather(x, n, numbers, (2, 1, 2)), X, np.ones((3, 1), np.int32))
+    assert (roles(found, 0), sources(found)) == (([2], [0], [1]), [[1, 0], [0, None], [None, None]])
     found = the(lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 3, 4), allow_negative_indices=False), X, np.int32(1))
     assert (roles(found, 0), found.output[0]) == (([0], [1, 2], []), -1)
+    found = the(lambda x, i: lax.dynamic_slice(x, (i, i, i), (1, 3, 2), allow_negative_indices=False), X, np.int32(1))
+    assert (roles(found, 0), found.output) == (([0, 2], [1], []), (-1, 1, -3))
 
 
 def test_other_equations_are_no_contractions():

@@ -41,6 +41,7 @@ KNOWN = {
     "plain": (lambda w, x: (jnp.sin(w), x @ w, 3.0), [True, False, True]),
     "jit": (lambda w, x: jax.jit(lambda w, x: (jnp.sin(w), x @ w))(w, x), [True, False]),
     "scan": (scanned, [True, False, True, False]),
+    "run once": (lambda w, x: (io_callback(lambda w: w, W, w), w), [False, True]),
     "run once in a call": (
         lambda w, x: jax.jit(lambda w, x: (w * 2, io_callback(lambda x: x, X, x)))(w, x),
         [False, False],
@@ -121,8 +122,9 @@ def test_a_batch_returns_what_is_read_later():
         returned.append(([eqn.primitive.name for eqn in part.eqns], len(part.outvars)))
         return dependence.evaluate(part, dependence.values(env, part.invars))
 
-    (found,) = dependence.run_batches(jaxpr, [W], [Batch(jaxpr.eqns[:2]), Batch(jaxpr.eqns[2:])], run_batch)
-    assert returned == [(["sin", "cos"], 1), (["tan", "mul"], 1)]
+    batches = [Batch(jaxpr.eqns[:2]), Batch(jaxpr.eqns[2:3]), Batch(jaxpr.eqns[3:])]
+    (found,) = dependence.run_batches(jaxpr, [W], batches, run_batch)
+    assert returned == [(["sin", "cos"], 1), (["tan"], 1), (["mul"], 1)]
     np.testing.assert_allclose(found, np.cos(np.sin(W)) * np.tan(W), rtol=1e-6)
 
 
@@ -133,6 +135,7 @@ def test_a_program_is_written_with_the_changes_of_rules():
     written, consts = dependence.rewrite(jaxpr, [W, np.float32(1)], lambda eqn: rule.get(eqn.primitive.name))
     assert [eqn.primitive.name for eqn in written.eqns] == ["mul", "cos", "add"]
     assert [consts[0] is constant, len(written.invars)] == [True, 3]
+    assert [jaxprs.lines(eqn)[0] for eqn in written.eqns[:2]] == [jaxprs.lines(eqn)[0] for eqn in jaxpr.eqns[:2]]
 
 
 def test_what_must_run_once_and_what_follows_it_is_late():
@@ -168,6 +171,7 @@ FACTS = {  # of the outputs: known, fixed, origins
     "a number": (lambda w, x: 3.0, [(True, True, set())]),
     "no gradient": (lambda w, x: jax.lax.stop_gradient((w, x)), [(True, True, {0}), (False, False, set())]),
     "a place": (lambda w, x: (jnp.argmax(w), jnp.argmax(x)), [(True, True, {0}), (False, False, set())]),
+    "the largest and their places": (lambda w, x: jax.lax.top_k(w, 1), [(True, False, {0})] * 2),
     "run once": (lambda w, x: io_callback(lambda w: w, W, w), [(False, False, {0})]),
     "run once, fixed": (lambda w, x: io_callback(lambda w: w, W, jax.lax.stop_gradient(w)), [(False, True, {0})]),
     "jit": (lambda w, x: jax.jit(lambda w, x: (w * 2, x * 2))(w, x), [(True, False, {0}), (False, False, set())]),
@@ -260,9 +264,19 @@ READ = {
         lambda raw, key, step, data, x: applied(raw, jax.random.fold_in(key, step), None),
         [1, 1, 1, 0, 0],
     ),
+    "a key that a call returns beside others": (
+        lambda raw, key, step, data, x: applied(
+            raw, jax.jit(lambda *ks: (step, jax.random.fold_in(*ks)))(key, step)[1], x
+        ),
+        [1, 1, 1, 0, 1],
+    ),
     "data": (lambda raw, key, step, data, x: applied(raw, key, data), [1, 1, 0, 1, 0]),
     "computed": (lambda raw, key, step, data, x: applied(raw, key, data * 2), [1, 1, 0, 0, 0]),
     "in a call": (lambda raw, key, step, data, x: jax.jit(applied)(raw, key, data * 2), [1, 1, 0, 0, 0]),
+    "in a call with a constant": (
+        lambda raw, key, step, data, x: jax.jit(lambda step, raw: applied(raw, None, W))(step, raw),
+        [1, 0, 0, 0, 0],
+    ),
     "in a loop": (
         lambda raw, key, step, data, x: jax.lax.scan(lambda c, x: (c + applied(raw, key, None) * x, None), x, data),
         [1, 1, 0, 0, 0],

@@ -10,10 +10,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from products import PRODUCTS, whole
+from products import PRODUCTS, sum_of, whole
 
 from reparax.core.unchanged import recompute
-from reparax.programs import dependence, interpreter, jaxprs, multiply, rules
+from reparax.programs import dependence, interpreter, jaxprs, multiply, rules, sums
 from reparax.programs.dependence import AllFacts, Facts
 from reparax.programs.equations import Checkpoint, Jit, Named, SplitAxis, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, LoopStep, has_body, interpret_bodies
@@ -84,6 +84,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
         [(None, 1)],
     ),
     "a call": (lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * 2)(a, b), [("dot_general", 1)]),
+    "a call with a constant": (
+        lambda a, b, x: x @ jax.jit(lambda a, b: (a @ b) * whole(6, 1))(a, b),
+        [("dot_general", 1)],
+    ),
     "a call that does nothing": (
         lambda a, b, x: x @ jax.jit(lambda w, x: (2.0, w))(a @ b, x)[1].T.T,
         [("dot_general", 1)],
@@ -93,6 +97,14 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     "a constant of a loop": (lambda a, b, x: with_constant(a @ b, x), [("dot_general", 3)]),
     "carried": (lambda a, b, x: lax.scan(lambda w, x: (w * 2, x @ w), a @ b, x), [("scan", 1)]),
     "layers": (lambda a, b, x: scanned((LAYERS @ b, x), lambda wx: wx[1] @ wx[0]), [("dot_general", 3)]),
+    "layers of both factors and of another": (
+        lambda a, b, x: scanned((LAYERS[..., :1] * a.reshape(3, 1, 4) + whole(3, 6, 4), x), lambda wx: wx[1] @ wx[0]),
+        [("dot_general", 3)],
+    ),
+    "layers along the second axis": (
+        lambda a, b, x: scanned((jnp.swapaxes(whole(6, 3, 2) @ b, 0, 1), x), lambda wx: wx[1] @ wx[0]),
+        [("dot_general", 3)],
+    ),
     "layers backwards": (
         lambda a, b, x: scanned((-(LAYERS @ b), x), lambda wx: wx[1] @ wx[0], reverse=True),
         [("dot_general", 3)],
@@ -100,7 +112,7 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     "one layer": (lambda a, b, x: scanned((ONE_LAYER @ b, x[:1]), lambda wx: wx[1] @ wx[0]), [("dot_general", 1)]),
     "rows of several axes": (lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4), jnp.sin), [("scan", 1)]),
     "rows of several axes and of one": (
-        lambda a, b, x: scanned((LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
+        lambda a, b, x: scanned(whole(18, 4) + (LAYERS @ b).reshape(18, 4) + whole(18, 4), jnp.sin),
         [("scan", 1)],
     ),
     "loops in a loop": (
@@ -130,6 +142,10 @@ PROGRAMS = {  # a function of a, b and data, and the equations that need the arr
     "merged of three on shards": (
         lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))((LAYERS @ b).reshape(18, 4)),
         [("shard_map", 1)],
+    ),
+    "rows of two on shards": (
+        lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))(a @ b + whole(6, 4)),
+        [("sin", 1)],
     ),
     "repeated on shards": (
         lambda a, b, x: shards(jnp.sin, Spec("data"), out=Spec("data"))(lax.broadcast_in_dim(b[0], (6, 4), (1,))),
@@ -194,6 +210,9 @@ def test_rules_are_told_the_step():
     np.testing.assert_array_equal(outs[0], np.arange(3))
     _, found = interpret(lambda a, b, x: scanned(x, lambda x: x @ (a @ b)), A, B, X, counts_steps=False)
     assert found.seen[-1].interpreter.steps == (LoopStep(None, 3),)
+    (n,) = jax.export.symbolic_shape("n")
+    unknown = Interpreter(found, times=3).inside(found.seen[-1].eqn, step=LoopStep(None, n))
+    assert unknown.times == 3 * sums.UNKNOWN
 
 
 def seen_at(primitive, function, **settings):
@@ -235,10 +254,17 @@ def test_rules_are_told_where_an_equation_is():
 
 
 def test_rules_are_told_whether_only_the_first_output_is_read():
-    def parts(n):
-        return lambda a, b, x: [jnp.sin(part) for part in lax.split(a, (2, 4))[:n]]
+    def parts(*read):
+        return lambda a, b, x: [jnp.sin(lax.split(a, (1, 2, 3))[i]) for i in read]
 
-    assert [seen_at("split", parts(n))[0].only_first_read for n in (1, 2)] == [True, False]
+    assert [seen_at("split", parts(i))[0].only_first_read for i in range(3)] == [True, False, False]
+
+
+def test_equations_that_are_evaluated_together_return_what_is_read_later(monkeypatch):
+    evaluated, evaluate = [], jaxprs.evaluate
+    monkeypatch.setattr(jaxprs, "evaluate", lambda program, args: evaluated.append(program) or evaluate(program, args))
+    jax.eval_shape(lambda *args: interpret(lambda a, b, x: (x @ jnp.cos(jnp.sin(a)), a @ b), *args)[0], A, B, X)
+    assert [len(program.outvars) for program in evaluated] == [1]
 
 
 def test_rules_are_told_facts():
@@ -254,6 +280,10 @@ def test_rules_are_told_facts():
     none, of_b = frozenset(), ({1}, frozenset(), frozenset(), 1)
     of_carry, _, of_slice = seen_at("dot_general", looped)
     assert facts(of_carry) == facts(of_slice) == [({0}, {0}, none, None), of_b]
+    (seen,) = seen_at("dot_general", lambda a, b, x: jax.jit(lambda a, b: (a * LAYERS[0]) @ b)(a, b))
+    assert [fact.origins for fact in seen.facts] == [{0}, {1}]
+    (call,) = seen_at("jit", lambda a, b, x: jax.jit(lambda a, x: (a * 2, x * 2))(a, x))
+    assert (call.out_facts.known, call.out_facts.origins) == (True, {0})
     inside = seen_at("dot_general", lambda a, b, x: scanned(a[None], lambda a: scanned((a[None], b[None]), both(a, b))))
     assert [[fact.steps for fact in seen.facts] for seen in inside] == [[{0}, {1}], [{0, 1}, set()]]
     on_shards = shards(lambda a, b: a @ b, Spec(("data",)), Spec(), out=Spec("data"))
@@ -274,10 +304,14 @@ def test_the_gradient_of_slices_stops_before_a_loop_that_stops_it():
 
         return lambda a, b, x: lax.scan(step, jnp.zeros(2), a)
 
+    def stopping_second(c, x):
+        return jax.jit(lambda c, x: c + lax.stop_gradient(x) * A[0])(c, x)
+
     cases = [
         (stopping(lambda x: 2.0), True),
         (stopping(jax.checkpoint(lambda x: 2 * lax.stop_gradient(x))), True),
         (stopping(jnp.sin), False),
+        (lambda a, b, x: lax.scan(lambda c, x: (stopping_second(c, x), 2.0), jnp.zeros(2), a), True),
         (stopping(lambda x: 2.0, lambda c, x: x), False),
         (lambda a, b, x: lax.scan(lambda c, _: (c, 2.0), 0.0, a), False),
     ]
@@ -344,6 +378,8 @@ def test_the_factors_of_a_sum_are_split_with_the_key_of_their_draw():
     factors = specs.products[0].factors
     assert [factor.array for factor in factors] == [Spec("data", None), Spec(None, None)]
     assert [factor.draw for factor in factors] == [Draw("w", Spec())] * 2
+    whole_matrix, _ = interpreter._shard_input(operation, sum_of(PRODUCTS["rotated"]), Spec("data"))
+    assert [x.shape for x in jax.tree.leaves(whole_matrix)] == [(4, 4), (4,)]
 
 
 def test_the_program_returns_a_sum_as_it_is():

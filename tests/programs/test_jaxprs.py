@@ -200,6 +200,9 @@ def test_equations_run_one_by_one_where_they_may_share_a_derivative(f, n, monkey
     assert len(evaluated) == n
     jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(held, [x]), x)[0])(X)
     assert len(evaluated) == n + 2
+    two = program(lambda x, y: jnp.sin(x) + y, X, X)
+    jax.make_jaxpr(lambda x: jax.linearize(lambda x: jaxprs.evaluate(two, [X, x]), x)[0])(X)
+    assert len(evaluated) == n + 4
 
 
 def test_what_prints_shares_nothing(monkeypatch):
@@ -300,6 +303,8 @@ def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
     found = found.replace(invars=[x, *found.invars])
     (got,) = jaxprs.evaluate(found, [X, *consts, jnp.arange(3.0), jnp.ones(3)])
     np.testing.assert_array_equal(got, [np.arange(3) * 4 + 1, np.arange(3) * 4])
+    params = jaxprs._call_of(program(lambda w, x: x @ w, W, X))
+    assert [len(params[name]) for name in ("in_shardings", "donated_invars", "out_shardings")] == [2, 2, 1]
     twice = jax.jit(lambda w: 2 * w)
     of_calls = program(lambda w: twice(twice(w)), W)
     assert sum(map(jaxprs.is_jit, jaxprs.transpose(of_calls, of_calls.invars)[0].eqns)) == 2
@@ -732,6 +737,19 @@ def test_a_program_is_batched(name):
     batched, consts, dims = jaxprs.batch_program(jaxpr, [W, xs, X], [None, 1, None], axis)
     assert dims == [0, None, None]
     same(jaxprs.evaluate(batched, [*consts, W, xs, X]), [np.stack([X * i @ W for i in range(5)]), W * 2, X])
+    assert jaxprs.batch_program(jaxpr, [W, X, X], [None] * 3, axis)[2] == [None] * 3
+
+
+def test_a_program_is_batched_along_axes_of_these_names():
+    summed = jax.make_jaxpr(lambda x: jax.lax.psum(x, "rows"), axis_env=[("rows", 5)])(X).jaxpr
+    axis = SimpleNamespace(name="rows", size=5, spmd_name=None)
+    batched, _, dims = jaxprs.batch_program(summed, [np.stack([X] * 5)], [0], axis)
+    assert (batched.outvars[0].aval.shape, dims) == (X.shape, [None])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    placed = program(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, Spec())), X)
+    axis = SimpleNamespace(name=object(), size=2, spmd_name="data")
+    batched, _, _ = jaxprs.batch_program(placed, [np.stack([X] * 2)], [0], axis)
+    assert batched.eqns[0].params["sharding"].spec[0] == "data"
 
 
 def test_equations_share_functions_where_their_parameters_are_hashable(monkeypatch):
@@ -749,6 +767,8 @@ def test_equations_share_functions_where_their_parameters_are_hashable(monkeypat
     with set_xla_metadata(part="a"):
         (other,) = program(jnp.sin, W).eqns
     assert jaxprs.key_of(other, (0,)) != jaxprs.key_of(eqn, (0,))
+    others = [program(f, x).eqns[0] for f, x in ((jnp.sin, W), (jnp.sin, X), (jnp.cos, W))]
+    assert len({jaxprs.key_of(each, (0,)) for each in others}) == 3
 
 
 def test_a_program_that_is_differentiated_gives_its_values():
@@ -787,6 +807,8 @@ def test_arrays_are_marked_as_varying_over_axes():
     def on_shard(x):
         y = jaxprs.as_varying(x, ["b", "a"])
         assert [jaxprs.varying_axes([jax.typeof(each)]) for each in (x, y)] == [set(), {"a", "b"}]
+        assert jaxprs.varying_axes([jax.typeof(each) for each in (jaxprs.as_varying(x, "a"), x)]) == {"a"}
+        assert jaxprs.varying_axes([jax.typeof(each) for each in (x, y)]) == {"a", "b"}
         assert jaxprs.varying_axes([jax.typeof(jaxprs.as_varying(x, name)) for name in "ab"]) == {"a", "b"}
         return y
 

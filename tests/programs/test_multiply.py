@@ -28,6 +28,7 @@ MORE = {
     "an axis of one summed alone": product("i o", ("iru", whole(4, 2, 1)), ("ro", whole(2, 5))),
     "axes of one and of three summed alone": product("i o", ("irsu", whole(4, 2, 3, 1)), ("ro", whole(2, 5))),
     "nothing": product("i", ("i", whole(4)), ("r", whole(3))),
+    "one factor, summed and turned": product("k i j", ("ijkl", whole(2, 3, 4, 2))),
     "six factors": product("i", *CHAIN, ("j", whole(2))),
     "numbers": product("i o", ("", whole()), ("io", whole(2, 3)), ("", whole() - 1)),
     "rotated rows": product("n j", ("ij", Circulant(whole(4))), ("ni", whole(3, 4))),
@@ -41,9 +42,13 @@ MORE = {
     "a matrix for each row": product("n o", ("nk", ROWS), ("ni", X), ("kio", W)),
     "in two factors": product("n o", ("nk", ROWS), ("ni", X), ("kir", W), ("kro", whole(3, 5, 2))),
     "a number for each row": product("n o", ("nk", ROWS), ("no", X), ("k", whole(3))),
+    "rows of several entries": product("n h o", ("nk", ROWS), ("nhi", whole(4, 3, 2)), ("kio", W)),
+    "rows along the second axis": product("h n o", ("nk", ROWS), ("hni", HEADS[:, 0]), ("kio", W)),
+    "groups along the second axis": product("n i o", ("nk", ROWS), ("n", X[:, 0]), ("iko", whole(2, 3, 5))),
     "a row of each": product("n i o", ("nk", ROWS), ("n", X[:, 0]), ("kio", W)),
     "a sum for each group": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5))),
     "a sum for each group, scaled": product("k i o", ("nk", ROWS), ("ni", X), ("no", whole(4, 5)), ("ko", whole(3, 5))),
+    "sums alone for each group": product("k i o", ("nk", ROWS), ("nis", whole(4, 2, 3)), ("nto", whole(4, 3, 5))),
     "a sum of one for each group": product("k i", ("nk", ROWS), ("ni", X), ("k", whole(3))),
     "rows of another": product("k i o", ("nk", ROWS), ("ni", X), ("o", whole(5))),
     "rows of another, turned": product("k o i", ("nk", ROWS), ("ni", X), ("o", whole(5))),
@@ -92,7 +97,10 @@ FORMS = {  # which operations multiply these, and which do not
     ("a sum for each group", "groups of each batch", "groups of each head"): ({" ragged_dot_general"}, {" eq "}),
     ("a number for each row",): ({" gather"}, {"dot_general", " eq "}),
     ("groups alone",): ({" lt "}, {" eq "}),
-    ("summed in each batch", "rows and groups", "no sum"): ({" dot_general", " eq "}, {" ragged_dot_general"}),
+    ("summed in each batch", "rows and groups", "no sum", "rows also without a batch"): (
+        {" dot_general", " eq "},
+        {" ragged_dot_general"},
+    ),
 }
 
 
@@ -128,6 +136,18 @@ def test_operands_and_results_have_the_dtypes_and_the_precision_that_are_given()
         (dot,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == primitive]
         assert [v.aval.dtype for v in (*dot.invars[:2], *dot.outvars)] == [jnp.bfloat16, jnp.bfloat16, np.float32]
         assert set(dot.params["precision"]) == {jax.lax.Precision.HIGHEST}
+    for name, n in (("a batch with one factor", 2), ("rotated rows", 2), ("numbers", 3)):
+        x = sum_of(ALL[name])
+        jaxpr = jax.make_jaxpr(lambda x: multiply.array_of_products(x.products, x.shape, numerics))(x).jaxpr
+        casts = [eqn for eqn in jaxpr.eqns if eqn.params.get("new_dtype") == jnp.bfloat16]
+        assert (len(casts), jaxpr.outvars[0].aval.dtype) == (n, np.float32), name
+
+
+def test_the_array_of_a_sum_has_its_dtype_and_is_multiplied_in_its_precision():
+    x = replace(sum_of(ALL["low-rank"]), precision=jax.lax.Precision.HIGHEST)
+    assert "Precision.HIGHEST" in str(jax.make_jaxpr(multiply.array_of_sum)(x))
+    integers = sum_of(product("i", ("i", np.ones(3, np.int8))))
+    assert jax.eval_shape(multiply.array_of_sum, integers).dtype == np.float32
 
 
 def test_a_product_of_two_factors_has_the_labels_that_its_cost_was_estimated_for_and_is_fixed_if_both_are():
@@ -168,6 +188,7 @@ COSTS = {  # twice the loop for each of the result and gradients, and what is wr
     "a fixed one": (("i o", ("ir", whole(6, 2)), ("ro", whole(2, 4))), (0,), 2 * 2 * 48 + ENTRY * (24 + 8)),
     "both fixed": (("i o", ("ir", whole(6, 2)), ("ro", whole(2, 4))), (0, 1), 2 * 48 + ENTRY * 24),
     "entries": (("i", ("i", whole(6)), ("i", whole(6))), (), ENTRY * 18),
+    "a sum of one alone": (("i", ("i", whole(6)), ("ij", whole(6, 4))), (), 2 * 24 + ENTRY * (6 + 6 + 24)),
     "a row of all": (("i o", ("io", whole(6, 4)), ("o", whole(4))), (), 2 * 24 + ENTRY * (24 + 24 + 4)),
     "a row of all, fixed": (("i o", ("io", whole(6, 4)), ("o", whole(4))), (1,), ENTRY * (24 + 24)),
     "a matrix and a vector": (("i", ("io", whole(6, 4)), ("o", whole(4))), (), 3 * 2 * 24 + ENTRY * (6 + 24 + 4)),
@@ -182,6 +203,7 @@ COSTS = {  # twice the loop for each of the result and gradients, and what is wr
     "rotated, summed": (("n", ("ij", Circulant(whole(8))), ("nj", whole(5, 8))), (0, 1), 2 * 320 + ENTRY * 5),
     "one": (("i", ("i", whole(6))), (), 0),
     "rows in groups": (("n o", ("nk", ROWS), ("ni", X), ("kio", W)), (0,), 3 * 2 * 40 + ENTRY * (20 + 8 + 30)),
+    "groups alone": (("n", ("nk", ROWS), ("n", X[:, 0])), (0,), ENTRY * (4 + 4)),
     "a sum for each": (("k i o", ("nk", ROWS), ("ni", X), ("no", X)), (0,), 3 * 2 * 16 * 1 + ENTRY * (12 + 8 + 8)),
 }
 

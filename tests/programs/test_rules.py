@@ -1,5 +1,6 @@
 """What equations do to weights in factors, against the same of the array."""
 
+import math
 from dataclasses import replace
 
 import chex
@@ -143,8 +144,14 @@ ROWS = {  # of a table: the sums, and what is done with them
     "cut from a place before the first": ("low-rank", lambda w: turned(w, -jnp.max(lax.iota(np.int32, 3)))),
     "columns of merged rows cut": ("merged", lambda w: w[:, 1:3]),
     "columns of merged rows cut from a place": ("merged", lambda w: lax.dynamic_slice_in_dim(w, np.int32(1), 2, 1)),
+    "rows of a rotated one": ("rotated", lambda w: w[1:3]),
+    "rotated, narrowed": ("rotated", lambda w: w.astype(jnp.bfloat16)),
+    "rotated, joined": ("rotated", lambda w: jnp.concatenate([w, w[:1]])),
+    "every second row": ("two", lambda w: w[::2]),
+    "one row, times": ("two low-rank", lambda w, v: w[2:3] * v),
     "reversed": ("low-rank", lambda w: lax.rev(w, (0, 1))),
     "in parts": ("two", lambda w: lax.split(w, (1, 2, 3), axis=0)[2]),
+    "columns in parts": ("two", lambda w: lax.split(w, (1, 2, 1), axis=1)[1]),
     "a repeated axis cut": ("repeated", lambda w: w[:, 1:3]),
     "an axis of one taken whole": ("row", lambda w: lax.slice(w, (0, 1), (1, 3))),
     "looked up": ("matrices", taken(0, "clip", (1, 6, 4))),
@@ -165,6 +172,10 @@ ROWS = {  # of a table: the sums, and what is done with them
         taken(0, "fill", (1, 6, 4), fill_value=np.nan),
     ),
     "looked up by an integer": ("repeated-matrices", taken(0, "fill", (1, 6, 4))),
+    "one looked up, times": (
+        "matrices",
+        lambda w: lax.gather(w, PLACES[2:3], lax.GatherDimensionNumbers((1, 2), (0,), (0,)), (1, 6, 4)) * w,
+    ),
     "columns looked up": ("matrices", taken(2, "clip", (3, 6, 1))),
     "kept when looked up": (
         "matrices",
@@ -192,6 +203,11 @@ ROWS = {  # of a table: the sums, and what is done with them
     "joined to repeated": ("repeated low-rank", lambda w, v: lax.concatenate([w, v], 1)),
     "joined to a row": ("row two row", lambda row, w, last: jnp.concatenate([row, w, last])),
     "joined to multiples": ("two low-rank scalar", lambda w, v, number: jnp.concatenate([w * number, v])),
+    "joined to twice another": ("a a", lambda a, b: jnp.concatenate([b, a + a])),
+    "integers joined to numbers": (
+        "integers vector",
+        lambda *rows: lax.concatenate([lax.broadcast_in_dim(row, (6, 4), (1,)) for row in rows], 1),
+    ),
     "stacked": ("two two", lambda w, v: lax.concatenate([w[:, None], v[:, None]], 1)),
     "an axis of one reversed": ("row", lambda w: lax.rev(w, (0,))),
     "in products": ("low-rank a", lambda w, a: (w @ w.T) @ a),
@@ -287,6 +303,7 @@ MAY = {
     "one that is no larger": (lambda: one(lax.dot, W64, B24.T), False),
     "one as large as an operand": (lambda: one(lax.dot, W64, W64[:4]), False),
     "a multiple": (lambda: one(lambda w, row: w * row, W64, W64[:1]), True),
+    "a quotient": (lambda: one(lambda w, row: w / row, W64, W64[:1]), True),
     "entries": (lambda: one(lax.mul, W64, W64), False),
     "a number times": (lambda: one(lambda w, x: x * w, W64, np.float32(2)), True),
     "twice": (lambda: one(lambda w: 2 * w, W64), False),
@@ -354,6 +371,11 @@ def test_factors_are_cast_stopped_and_marked_themselves():
     (stopped,) = rules.move_sum(one(lax.stop_gradient, W64), [x])
     assert [f.fixed for f in stopped.products[0].factors] == [True, True]
 
+    def stopped_array(w):
+        return rules.move_sum(one(lax.stop_gradient, W64), [sum_of(product("i o", ("io", w)))])
+
+    assert [eqn.primitive.name for eqn in jax.make_jaxpr(stopped_array)(W64).eqns] == ["stop_gradient"]
+
     def on_shard(y):
         (varying,) = rules.move_sum(one(lambda y: jaxprs.as_varying(y, ["a"]), y), [SUMS["rotated"]])
         leaves = jax.tree.leaves([f.array for f in varying.products[0].factors])
@@ -369,6 +391,7 @@ def test_the_cost_of_an_output_as_an_array():
     assert rules.cost_to_form(product, [FREE, FIXED]) == 2 * 2 * 48 + 16 * (24 + 12)
     assert rules.cost_to_form(entries, [FREE, FIXED]) == 16 * 24 * 2
     assert rules.cost_to_form(entries, [FREE, FREE]) == 16 * 24 * 3
+    assert rules.cost_to_form(one(lax.dot, A62[:, :0], B24[:0]), [FREE, FREE]) == math.inf
 
 
 def test_numbers_of_negations_are_multiplied_into_one():
@@ -380,6 +403,9 @@ def test_numbers_of_negations_are_multiplied_into_one():
         drawn, (w, *numbers) = x.products[0].factors[1], [f for f in x.products[0].factors if f.draw is None]
         assert (drawn.draw, w.array is W64) == (draw.draw, True)
         assert [(float(f.array), f.fixed) for f in numbers] == [((-1) ** n * 2, True)]
+    factors = [Factor(dtype(2), (), fixed) for dtype, fixed in ((np.int8, True), (jnp.bfloat16, False))]
+    (found,) = rules.negate_sum(sum_of(Product(tuple(factors), ()), dtype=jnp.bfloat16)).products
+    assert [(f.array, f.array.dtype, f.fixed) for f in found.factors] == [(-4, jnp.bfloat16, False)]
 
 
 def test_parts_of_one_structure_are_joined_into_one_product():
@@ -420,6 +446,8 @@ def test_a_choice_adds_both_cases_where_they_are_chosen():
     assert (found.shape, found.dtype) == ((6, 4), np.float32)
     arrays = rules.select_sum([which, W64, W64]).products
     assert [[factor.fixed for factor in p.factors] for p in arrays] == [[False, True]] * 2
+    narrow = rules.select_sum([which, *2 * [W64.astype(jnp.bfloat16)]])
+    assert {narrow.dtype, *(f.array.dtype for p in narrow.products for f in p.factors)} == {np.dtype(jnp.bfloat16)}
     number = rules.select_sum([np.array(1), v, v])
     assert rules.select_sum([np.int32(1), v, v, v]) is None
     assert rules.select_sum([v, v, v]) is None
@@ -439,10 +467,15 @@ def test_only_factors_that_need_the_axis_of_a_look_up_are_repeated():
     fixed = replace(x, products=(Product((replace(a, fixed=True), b), x.products[0].axes),))
     assert shapes(x) == [(4, 6, 2), (4, 2, 4)]
     assert shapes(fixed) == shapes(x, nearest=True) == [(6, 2), (4, 2, 4)]
+    promised = view_of(one(taken(0, "promise_in_bounds", (1, 6, 4)), whole(3, 6, 4)))
+    found = rules.look_up(promised, x, [PLACES]).products[0].factors
+    assert [f.array.shape for f in found] == [(4, 6, 2), (4, 2, 4)]
     drawn = replace(b, draw=Draw("noise", 0, rows=2), fixed=True)
     drawn_sum = replace(x, products=(Product((replace(a, fixed=True), drawn), x.products[0].axes),))
     assert shapes(drawn_sum) == [(4, 6, 2), (4, 2, 4)]
-    assert rules.look_up(view_of(eqn), drawn_sum, [PLACES]).products[0].factors[1].draw.rows == 8
+    table = one(ROWS["looked up in a table of places"][1], whole(3, 6, 4))
+    for each, places in ((eqn, PLACES), (table, PLACES.reshape(2, 2, 1))):
+        assert rules.look_up(view_of(each), drawn_sum, [places]).products[0].factors[1].draw.rows == 8
     alone = replace(x, products=(Product((drawn,), x.products[0].axes),))
     assert shapes(alone) is None
     assert rules.look_up(view_of(eqn), x, [x]) is None

@@ -76,6 +76,8 @@ def test_the_line_of_an_output_is_inside_its_call():
     lines = [sources.line_of_output(eqn, i, {}) for i in range(3)]
     assert [named(line, name) for line, name in zip(lines, ("sine", "two", "<lambda>"), strict=True)] == [True] * 3
     assert named(sources.describe_read(eqn, "reads it", {}), "sine")
+    (nested,) = program(lambda x: jax.jit(two)(x), X).eqns
+    assert named(sources.line_of_output(nested, 2, {}), "<lambda>")
     (cut,) = without_lines(program(sine, X)).eqns
     assert sources.line_of_output(cut, 0, {jaxprs.origin(cut): "around"}) == "around"
     assert sources.line_of_output(cut, 0, {}) == ""

@@ -29,8 +29,15 @@ doubled = with_derivative(lambda x: x * 2, lambda x, dx: (doubled(x), dx * 5))
 mixed = with_derivative(lambda x: jnp.cumsum(x, axis=0), lambda x, dx: (x, dx))
 mixed_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (x * 2, jnp.cumsum(dx, axis=0)))
 whole_in_its_derivative = with_derivative(lambda x: x * 2, lambda x, dx: (jnp.zeros_like(x) + jnp.max(x), dx))
+whole_tangent = with_derivative(lambda x: x * 2, lambda x, dx: (x * 2, jnp.zeros_like(dx) + jnp.sum(dx)))
 rounded = with_derivative(lambda x: x.astype(int), lambda x, dx: (x.astype(int), np.zeros(x.shape, float0)))
 of_another = with_derivative(lambda x: mixed_in_its_derivative(x), lambda x, dx: (x * 2, dx * 2))
+
+
+two = with_derivative(lambda x: (x * 2, x * 3), lambda x, dx: (two(x), (dx * 2, dx * 7)))
+with_signs = with_derivative(
+    lambda x: (x > 0, x * 3), lambda x, dx: (with_signs(x), (np.zeros(x.shape, float0), dx * 7))
+)
 
 
 @jax.custom_jvp
@@ -65,13 +72,14 @@ FUNCTIONS = {
     "called": lambda w, b: jax.jit(lambda w, b: (w, doubled(w) * jnp.exp(-b)))(w, b)[1],
     "a function with another derivative": lambda w, b: of_another(w),
     "a table that counts": lambda w, b: w @ lax.broadcasted_iota(jnp.float32, (4, 5), 0),
+    "a table in a call": lambda w, b: jax.jit(lambda b, w: w @ np.arange(20, dtype=np.float32).reshape(4, 5))(b, w),
     "small in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 << 13)) * b[0, 0, 0]))(w, b),
 }
 
 
-def planned(function):
+def planned(function, axis=0):
     program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(W, B))
-    return steps.plan(program, [(program.outvars[0], 0)]), dict(zip(program.invars, [*consts, W, B], strict=True))
+    return steps.plan(program, [(program.outvars[0], axis)]), dict(zip(program.invars, [*consts, W, B], strict=True))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -88,6 +96,19 @@ def test_a_part_is_computed_from_parts_of_inputs(name):
     for i in range(3):
         part, whole = part_and_whole(jnp.int32(i), [inputs[v] for v, _ in plan.parts], W, B)
         np.testing.assert_allclose(part, np.asarray(whole)[i : i + 1], rtol=1e-6)
+
+
+def test_a_part_along_another_axis():
+    def function(w, b):
+        w = w * lax.broadcast_in_dim(b, w.shape, (0, 1, 2)) + lax.broadcasted_iota(np.float32, w.shape, 2)
+        return w[1:].reshape(2, 2, 1, 4)
+
+    plan, inputs = planned(function, 3)
+    assert [(inputs[v] is W, axis) for v, axis in plan.parts] == [(True, 2), (False, None)]
+    part, whole = jax.jit(lambda i, w, b: (plan.run(i, [w[:, :, 2:3], b])[0], function(w, b)))(np.int32(2), W, B)
+    np.testing.assert_array_equal(part, whole[..., 2:3])
+    counted, _ = planned(lambda w, b: lax.broadcasted_iota(np.float32, (3, 2, 4), 2), 2)
+    assert jax.eval_shape(lambda i: counted.run(i, [])[0], np.int32(2)).shape == (3, 2, 1)
 
 
 MIXED = {
@@ -110,6 +131,7 @@ MIXED = {
     "large in a call": lambda w, b: jax.jit(lambda w, b: w[:, :, 0] @ (jnp.ones((2, 1 + 8192)) * b[0, 0, 0]))(w, b),
     "printed in a call": lambda w, b: jax.jit(printed)(w),
     "whole in its derivative": lambda w, b: whole_in_its_derivative(w),
+    "a whole tangent": lambda w, b: whole_tangent(w),
     "in its values": lambda w, b: mixed(w),
     "in a derivative in a call": lambda w, b: jax.jit(mixed_in_its_derivative)(w),
     "in its derivative": lambda w, b: mixed_in_its_derivative(w),
@@ -149,6 +171,15 @@ def test_a_part_has_the_derivative_of_its_own():
     np.testing.assert_array_equal(slopes(np.asarray(W)[:1]), np.full((2, 1, 2, 4), 5.0))
 
 
+@pytest.mark.parametrize("function", [two, with_signs])
+def test_the_part_of_a_second_output_has_its_value_and_derivative(function):
+    plan, inputs = planned(lambda w, b: function(w)[1])
+    assert [(inputs[v] is W, axis) for v, axis in plan.parts] == [(True, 0)]
+    part, slope = jax.jit(lambda w: jax.jvp(lambda w: plan.run(0, [w])[0], (w,), (jnp.ones_like(w),)))(W[:1])
+    np.testing.assert_array_equal(part, 3 * np.asarray(W)[:1])
+    np.testing.assert_array_equal(slope, np.full((1, 2, 4), 7))
+
+
 def outputs_and_parts(function, axis, *shapes):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)).jaxpr
     plan = steps.plan(jaxpr, [(jaxpr.outvars[0], axis)])
@@ -175,6 +206,7 @@ READ = [  # what is computed, the shapes of the operands, and for each axis what
     (lambda x: x[:, 1:], [(3, 2)], [[(0, 0)], [("other", 1)]]),
     (lambda x, y: lax.concatenate([x, y], 1), [(3, 2), (3, 4)], [[(0, 0), (1, 0)], [("other", 1)]]),
     (lambda x: lax.split(x, (1, 2), axis=1)[0], [(4, 3)], [[(0, 0)], [("other", 1)]]),
+    (lambda x, y: jnp.stack([x, y], 1), [(3, 4)] * 2, [[(0, 0), (1, 0)], [("other", 1)], [(0, 1), (1, 1)]]),
     (lambda x: x.reshape(6, 4), [(3, 2, 4)], [[("other", 0)], [(0, 2)]]),
     (lambda x: x.reshape(2, 3, 4), [(3, 2, 4)], [[("other", 0)], [("other", 1)], [(0, 2)]]),
     (lambda x: x.reshape(3, 2, 2, 2), [(3, 2, 4)], [[(0, 0)], [(0, 1)], [("other", 2)], [("other", 3)]]),

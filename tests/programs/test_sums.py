@@ -33,6 +33,12 @@ def test_entries_of_equal_indices_are_on_a_diagonal(name):
         np.testing.assert_array_equal(array_of(found), np.diag(np.diag(array_of(EQUAL[name]))))
 
 
+def test_entries_on_a_diagonal_are_multiplied_by_those_of_merged_rows():
+    diagonal = product("i i", ("i", whole(6)))
+    found = sums.multiply_entries(diagonal, EQUAL["merged"])
+    np.testing.assert_array_equal(array_of(found), array_of(diagonal) * array_of(EQUAL["merged"]))
+
+
 def test_sizes_that_are_not_known_are_not_split():
     n, m = jax.export.symbolic_shape("n, m")
     p = Product.of(jax.ShapeDtypeStruct((n, m, 4), np.float32), fixed=True)
@@ -47,7 +53,9 @@ def test_a_sum_multiplies_by_ones_only_along_axes_that_no_factor_has():
     for p, axis, n_factors in [(LOW_RANK, 0, 2), (REPEATED, 0, 1), (REPEATED, 1, 2), (DIAGONAL, 0, 2)]:
         found = p.sum([axis])
         np.testing.assert_array_equal(array_of(found), array_of(p).sum(axis))
-        assert len(found.factors) == n_factors
+        assert [factor.fixed for factor in found.factors] == [i >= len(p.factors) for i in range(n_factors)]
+    integers = product("i o", ("i", whole(6).astype(np.int8))).sum([1])
+    assert [factor.array.dtype for factor in integers.factors] == [np.int8] * 2
 
 
 def test_sizes_of_zero_are_not_split():
@@ -61,6 +69,9 @@ def test_products_are_not_contracted_along_an_axis_that_no_factor_has():
     assert sums.contract(view_of(eqn), REPEATED, REPEATED) is None
     of_data = sums.contract(view_of(eqn), REPEATED, Product.of(whole(6, 5), fixed=False))
     np.testing.assert_array_equal(array_of(of_data), array_of(REPEATED) @ whole(6, 5).T)
+    (eqn,) = jax.make_jaxpr(lambda a: lax.dot_general(a, a, (((0,), (0,)), ((), ()))))(whole(6, 5)).eqns
+    squares = sums.contract(view_of(eqn), REPEATED, REPEATED)  # whose axes are not one
+    np.testing.assert_array_equal(array_of(squares), array_of(REPEATED).T @ array_of(REPEATED))
 
 
 @pytest.mark.parametrize("operand", [0, 1])
@@ -80,6 +91,7 @@ def test_data_meet_each_of_several_weights(operand):
 
 GROUPS = {  # shapes and sizes, dimension numbers, and the product of a row with the matrix of its group
     "a matrix for each row": ("ni,kio->no", (4, 2), (3, 2, 5), [2, 0, 1], ([1], [1]), ([], []), 0, [0]),
+    "matrices along the second axis": ("ni,iko->no", (4, 2), (2, 3, 5), [2, 0, 1], ([1], [0]), ([], []), 0, [1]),
     "a sum for each group": ("ni,no->kio", (4, 2), (4, 5), [2, 0, 1], ([0], [0]), ([], []), 0, []),
     "sizes of each batch": ("bni,kio->bno", (2, 4, 2), (3, 2, 5), [[2, 0, 1], [1, 3, 0]], ([2], [1]), ([], []), 1, [0]),
     "a batch, summed": ("bni,bno->kbio", (2, 4, 2), (2, 4, 5), [[2, 0, 1], [1, 3, 0]], ([1], [1]), ([0], [0]), 1, []),
@@ -98,6 +110,12 @@ def test_rows_in_groups_meet_the_matrix_of_their_group(name):
     indices = "bnk" if sizes.ndim == 2 else "nk"
     want = np.einsum(f"{inputs},{indices}->{output}", x, w, in_group.reshape(*sizes.shape[:-1], 4, 3))
     np.testing.assert_array_equal(array_of(found), want)
+    assert [factor.fixed for factor in found.factors if isinstance(factor.array, Segments)] == [True]
+    (of_data,) = sums.contract_with_data(view_of(eqn), 1, [x, sizes], [Product.of(w, fixed=False)])
+    np.testing.assert_array_equal(array_of(of_data), want)
+    halves = Product.of(x.reshape([n for m in x.shape for n in ((2, 2) if m == 4 else (m,))]), fixed=False)
+    merged = sums.contract(view_of(eqn), halves.reshape(x.shape), Product.of(w, fixed=False), sizes)
+    np.testing.assert_array_equal(array_of(merged), want)
 
 
 def test_rows_on_a_diagonal_with_their_batch_are_in_no_groups():
@@ -116,7 +134,8 @@ def test_an_axis_that_can_be_changed_alone_has_one_label():
 def test_one_factor_may_be_as_large_as_the_array():
     w, a, b = whole(4, 4), whole(4, 1), whole(1, 4)
     cases = [product("i o", *f) for f in ([("ir", a), ("ro", b)], [("io", w), ("o", b[0])], [("io", w), ("io", w)])]
-    assert [p.is_smaller_in_factors for p in [*cases, ROTATED]] == [True, True, False, True]
+    found = [p.is_smaller_in_factors for p in [*cases, ROTATED, DIAGONAL]]
+    assert found == [True, True, False, True, True]
 
 
 def test_a_sum_is_a_tree_of_arrays_and_keys():
@@ -152,6 +171,17 @@ def test_a_circulant_matrix_is_its_first_column_rotated(numbers):
     assert Circulant(jnp.ones(3, jnp.bfloat16)).spectrum(transposed=False).dtype == jnp.complex64
 
 
+def test_fourier_transforms_are_in_a_wide_dtype_and_their_inverse_in_that_of_the_result():
+    frequencies = jax.eval_shape(sums.fourier_transform, jax.ShapeDtypeStruct((3,), jnp.bfloat16))
+    assert (frequencies.shape, frequencies.dtype) == ((2,), np.complex64)
+    found = jax.eval_shape(lambda x: sums.inverse_fourier(x, 3, jnp.bfloat16), frequencies)
+    assert (found.shape, found.dtype) == ((3,), jnp.bfloat16)
+
+
+def test_factors_in_compressed_form_are_expanded_where_they_are_split():
+    np.testing.assert_array_equal(array_of(ROTATED.reshape((2, 2, 4))), array_of(ROTATED).reshape(2, 2, 4))
+
+
 def test_rows_are_in_groups_one_after_another():
     segments = Segments(np.array([[2, 0, 1], [1, 3, 0]], np.int8), 4, np.float32)
     np.testing.assert_array_equal(segments.group_of_row(), [[0, 0, 2, 3], [0, 1, 1, 1]])
@@ -165,15 +195,17 @@ def test_rows_are_in_groups_one_after_another():
 
 F32, BF16, F16, C64, E8M0 = np.float32, jnp.bfloat16, np.float16, np.complex64, ml_dtypes.float8_e8m0fnu
 E5M2, E4M3, B11 = ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3b11fnuz
-I8, I16, I32, U8, BOOL, U4 = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool, ml_dtypes.uint4))
+I8, I16, I32, U8, BOOL = map(np.dtype, (np.int8, np.int16, np.int32, np.uint8, bool))
+I4, U4 = np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.uint4)
 DTYPES = {
     sums.has_range: ([(F32,), (BF16,), (C64,)], [(F16,), (I32,), (E8M0,)]),
     sums.covers: (
         [(F32, F32), (BF16, F16), (F16, E5M2), (C64, F32), (C64, C64), (F32, I16), (BF16, U8)],
-        [(F16, BF16), (F16, F32), (F32, C64), (E8M0, E8M0), (E4M3, B11), (F32, I32), (BF16, I16)],
+        [(F16, BF16), (F16, F32), (F32, C64), (E8M0, E8M0), (E4M3, B11), (B11, E4M3), (F32, I32), (BF16, I16)],
     ),
     sums.holds_exactly: (
-        [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)],
+        [(F32, I16), (F32, F32), (F32, BF16), (BF16, I8), (BF16, U8), (F16, BOOL), (C64, F32), (F16, I8)]
+        + [(E5M2, x) for x in (I4, BOOL)],
         [(F32, I32), (BF16, F16), (BF16, I16), (BF16, F32), (F16, I16), (F32, C64), (F16, BF16)]
         + [(E5M2, x) for x in (E4M3, U4)],
     ),

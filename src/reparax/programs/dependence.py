@@ -401,7 +401,7 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
             # If a scan or cond reads unknown values too, the needed outputs may still depend only on known operands.
             if not all(are_known(is_known, eqn.invars)):
                 known_eqns = without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
-            eqns += reversed(known_eqns)
+            eqns += known_eqns
             needed.update(v for v in jaxprs.variables_read(known_eqns) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
 

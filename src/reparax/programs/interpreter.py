@@ -253,14 +253,14 @@ class _Evaluation:
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
         """Returns the value of a variable as an array.
 
-        If the value is a ``Sum``, its array is formed only once, for the first equation in ``eqns`` that reads the
-        variable.
+        If the value is a ``Sum``, its array is formed only once, for the first equation in ``eqns``, because deferred
+        equations are evaluated before another one that reads a ``Sum`` is deferred.
         """
         x = self._env[v]
         if not isinstance(x, Sum):
             return x
         if v not in self._formed:
-            self._formed[v] = self._interpreter.array(x, next(e for e in eqns if v in jaxprs.variables(e.invars)))
+            self._formed[v] = self._interpreter.array(x, eqns[0])
         return self._formed[v]
 
 

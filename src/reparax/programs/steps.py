@@ -135,7 +135,7 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) ->
             split = _same_equation(view)
             return None if view.axis == axis else PartRule([axis], lambda *args: split(*args)[i])
         case equations.CustomJvp() if differentiable:
-            return _part_of_custom_jvp(eqn, axis)
+            return _part_of_custom_jvp(eqn, i, axis)
         case equations.Jit() | equations.CustomJvp():
             return _part_of_call(eqn, i, axis, differentiable=differentiable)
         case equations.Iota() if view.dimension == axis:
@@ -186,7 +186,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
-        case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
+        case equations.Pointwise():
             # A scalar, or an operand of size 1 along the axis, is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:  # Others: dynamic sizes.
@@ -279,19 +279,20 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> 
     return rule and PartRule(rule.axes, lambda step, *operands: rule.function(step, *consts, *operands)[0])
 
 
-def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """Returns the rule that computes one step's part of the output of a ``jax.custom_jvp`` by a new ``custom_jvp``.
+def _part_of_custom_jvp(eqn: JaxprEqn, i: int, axis: int) -> PartRule | None:
+    """Returns the rule that computes one step's part of the ``i``-th output of a ``jax.custom_jvp`` by a new one.
 
     The new function takes parts of the operands, and its derivative rule computes the original derivative by parts. The
     result is None if the function or its derivative cannot be computed by parts, or if the two need parts along
-    different axes. The result is also None if the equation reads a literal, reads a value twice, or has an operand or
-    output without a tangent, because the derivative would then not have exactly one tangent for each operand.
+    different axes. The result is also None if the equation reads a literal, reads a value twice, or if an operand or
+    the output has no tangent, because the derivative would then not have exactly one tangent for each operand.
     """
-    rule = _part_of_call(eqn, 0, axis, differentiable=False)
+    output = eqn.outvars[i]
+    rule = _part_of_call(eqn, i, axis, differentiable=False)
     # ``part`` builds a jaxpr of this single equation. Any jaxpr will do as its first argument, whose equations are
     # replaced.
-    call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], eqn.outvars)
-    if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
+    call = jaxprs.part(jaxprs.inner_programs(eqn)[0], [eqn], [output])
+    if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, output))):
         return None
     jvp, consts = _program_of_jvp(call)
 
