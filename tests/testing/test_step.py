@@ -74,6 +74,11 @@ def test_only_floats_may_differ_and_by_rounding_alone(new, old, expected, text):
     assert found == (f"{text} of the largest entry" if "differs" in text else text)
 
 
+def test_numbers_that_are_none_may_stay():
+    frozen = rpx.Freeze().init({"w": np.array([np.nan, np.inf], F32)})
+    check_step(rpx.Freeze(), frozen, frozen)
+
+
 def test_the_chain_comes_first():
     with pytest.raises(TypeError, match=r"^check_step expected a parametrization, but got a value of type dict"):
         check_step(BEFORE, P, FREE)

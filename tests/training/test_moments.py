@@ -9,6 +9,7 @@ from compiled import init, update
 from errors import table
 
 import reparax as rpx
+from reparax.training import _optimizer
 
 COUNTED = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
 
@@ -105,6 +106,23 @@ def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
     got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]["w"]["@lora"]
     assert (got["a"] == 1).all()
     assert (got["b"] == 1).all()
+
+
+STATE_PATHS = {
+    "below another path": (["mu/a/w", "mu/w", "mu/b", "count"], ["a/w", "w", "b"], ["a/w", "w", "b", None]),
+    "of a name of the state": (["mu/w", "nu/w", "mu/mu/w", "nu/mu/w"], ["w", "mu/w"], ["w", "w", "mu/w", "mu/w"]),
+    "the root": (["mu", "nu"], [""], ["", ""]),
+    "the raw tree itself": (["w", "b"], ["w", "b"], ["w", "b"]),
+}
+
+
+@pytest.mark.parametrize(("paths", "raw_paths", "expected"), STATE_PATHS.values(), ids=STATE_PATHS)
+def test_a_path_of_a_state_ends_with_the_path_of_its_raw_value(paths, raw_paths, expected):
+    def names(path):
+        return path if path is None else tuple(filter(None, path.split("/")))
+
+    found = _optimizer._raw_paths([*map(names, paths)], {*map(names, raw_paths)})
+    assert found == [*map(names, expected)]
 
 
 def raw_of(*shape):
