@@ -313,14 +313,15 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
 
     assert Product({"w": "layers/kernel"}, stacked="stacked").with_axes(ROLES).stacked == 0
     assert Product({"w": "out"}, stacked="stacked").with_axes(ROLES).stacked == ()
-    p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
-    with raises(
-        ValueError,
-        f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
-        f"'out': ()}}. Stack the arrays "
-        f"along the same axes, or narrow the expressions to layers with equal stacked axes.",
-    ):
-        p.with_axes(ROLES)
+    for arrays in ({"w": "layers/kernel", "v": "out"}, {"w": "(layers/kernel|out)"}):  # in one group, and in two
+        p = Product(arrays, stacked="stacked")
+        with raises(
+            ValueError,
+            f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
+            f"'out': ()}}. Stack the arrays "
+            f"along the same axes, or narrow the expressions to layers with equal stacked axes.",
+        ):
+            p.with_axes(ROLES)
 
 
 # The same function for (in, out) and for (out, in) ------------------------------------------------------------------

@@ -323,6 +323,25 @@ def test_the_sizes_of_several_columns_come_from_a_value_that_has_them():
     np.testing.assert_array_equal(OfRows().apply(OfRows().init(matrix))["w"], np.repeat(matrix["w"][:, :1], 6, 1))
 
 
+class Doubled(RowsAndColumns):
+    """A square matrix whose value does not tell how many axes are rows."""
+
+    raw_values = {"x": rpx.stage.main(axes=("rows", "rows"))}
+    square = True
+
+    def init_leaf(self, w):
+        return {"x": 0.5 * w}
+
+    def apply_leaf(self, values):
+        return 2 * values["x"]
+
+
+@pytest.mark.parametrize("axes", [{"columns": (2, 3)}, {"rows": (0, 1)}], ids=repr)
+def test_a_square_matrix_has_as_many_rows_as_columns(axes):
+    w, p = normal(2, 3, 2, 3), Doubled(**axes)
+    np.testing.assert_allclose(p.apply(p.init({"w": w}))["w"], w, rtol=1e-6)
+
+
 # ---- errors
 
 

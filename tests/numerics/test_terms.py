@@ -15,6 +15,7 @@ A, B, G, D = (
     np.random.default_rng(i).standard_normal(s).astype("f") for i, s in enumerate([(3, 2), (2, 4), (4,), (3,)])
 )
 Q = np.array([[1, -2, 3, -128], [4, 5, 6, 127], [0, 0, 1, 2]], np.int8)
+ROLLED = np.stack([np.stack([np.roll(a, i) for i in range(2)], 1) for a in A])
 
 TERMS = {
     "an array": (("ij->ij", A), A),
@@ -27,7 +28,8 @@ TERMS = {
     "diagonals": (("ai->aii", A), np.stack([np.diag(a) for a in A])),
     "a Kronecker product": (("ac,bd->(ab)(cd)", A, B), np.kron(A, B)),
     "a circulant matrix": (("(i-j)->ij", D), np.stack([np.roll(D, i) for i in range(3)], 1)),
-    "circulant matrices": (("a(i-j)->aij", A), np.stack([np.stack([np.roll(a, i) for i in range(2)], 1) for a in A])),
+    "circulant matrices": (("a(i-j)->aij", A), ROLLED),
+    "products of circulant matrices": (("a(i-j),jk->aik", A, B), ROLLED @ B),
     "a number": ((",ij->ij", 2.0, A), 2 * A),
     "a sum": (("ij->i", A), A.sum(1)),
     "integers alone": (("ij->ij", Q), Q),
@@ -67,6 +69,14 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
     assert len(eqn.outvars) == 5
     np.testing.assert_array_equal(record_terms(formula, terms, a, b), formula(a, b))
     assert specs_of("_where") is None
+
+
+def test_arrays_of_terms_under_vmap_have_the_batch_in_front():
+    def record(a):
+        return record_terms(lambda a: jnp.outer(a, a).T, lambda a: [rpx.stage.Term("i,j->ij", a, a)], a)
+
+    (eqn,) = jax.make_jaxpr(jax.vmap(record, in_axes=1, out_axes=2))(np.ones((4, 5), np.float32)).jaxpr.eqns[:1]
+    assert [v.aval.shape for v in eqn.outvars] == [(5, 4, 4), (5, 4), (5, 4), ()]
 
 
 WRONG = {

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from errors import table
 from flax import linen as nn
@@ -12,6 +13,7 @@ from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
 
 import reparax as rpx
+from reparax.training._partition import is_placeholder
 
 X = np.ones((4, 3), np.float32)
 
@@ -127,3 +129,8 @@ def test_labels_of_the_caller_stand_for_all_that_does_not_train(fixed: Any) -> N
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())
+
+
+def test_none_and_named_tuples_without_fields_stand_for_values_that_are_missing():
+    found = [is_placeholder(x) for x in (None, optax.MaskedNode(), optax.EmptyState(), (), [], {}, (None,))]
+    assert found == [True, True, True, False, False, False, False]

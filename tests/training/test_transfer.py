@@ -15,6 +15,7 @@ from one_array import normal
 
 import reparax as rpx
 from reparax.training import _transfer
+from reparax.training._transfer import distances
 
 PARAMS = {"a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)}, "b": {"kernel": normal(5, 4, seed=2)}}
 
@@ -213,7 +214,7 @@ def test_arrays_that_differ_are_listed_with_their_distance():
         "none": F32([NAN, 2]),
         "same": same,
     }
-    found = _transfer.distances({**actual, "new": same}, expected)
+    found = distances({**actual, "new": same}, expected)
     assert found.keys() == {"far", "none"}
     assert found["far"] == 2
     assert np.isnan(found["none"])
@@ -657,6 +658,14 @@ def test_trained_values_go_to_the_chain_without_randomness():
     got = rpx.transfer(p, p.deterministic, raw)
     assert jax.tree.structure(got) == jax.tree.structure(raw)
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(raw), strict=True))
+
+
+def test_values_of_two_dtypes_are_compared_in_the_wider_one():
+    w = np.linspace(0, 1, 4, dtype=np.float32)
+    with jax.enable_x64():
+        assert distances({"w": jnp.asarray(w)}, {"w": jnp.asarray(w, np.float64)}) == {}
+        far = distances({"w": jnp.asarray(w + 1)}, {"w": jnp.asarray(w, np.float64)})
+    assert far == pytest.approx({"w": 1.0})
 
 
 @table(__file__)

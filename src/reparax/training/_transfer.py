@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.core import Tracer
 
@@ -506,7 +507,7 @@ def has_numbers(tree: PyTree) -> bool:
 def _distance(x: Array, w: Array) -> Array:
     """Computes the largest difference of two arrays relative to the largest finite entry of ``w``; NaN equals NaN."""
     x, w = (widened(y) if is_inexact(y) else y.astype(jnp.float32) for y in (x, w))
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    dtype = np.promote_types(x.dtype, w.dtype)  # JAX would refuse two dtypes under strict promotion.
     x, w = x.astype(dtype), w.astype(dtype)
     difference = jnp.where((x == w) | (jnp.isnan(x) & jnp.isnan(w)), 0, jnp.abs(x - w))
     largest = jnp.max(difference, initial=0)

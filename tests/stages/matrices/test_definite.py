@@ -74,6 +74,16 @@ def test_a_positive_semidefinite_matrix_is_a_product_with_the_adjoint():
 # ---- init
 
 
+@pytest.mark.parametrize(
+    "p", [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveDefinite(), rpx.matrices.PositiveDefinite("expm")]
+)
+def test_a_matrix_of_half_precision_is_decomposed_in_single_precision(p):
+    w = wishart(3).astype(jnp.bfloat16)
+    raw = init(p, {"w": w})
+    got = np.asarray(fold(p, raw)["w"], np.float64)
+    np.testing.assert_allclose(got, w.astype(np.float64), atol=4 * float(jnp.finfo(jnp.bfloat16).eps))
+
+
 def test_the_raw_numbers_are_those_of_the_cholesky_factor_and_the_logarithm():
     w = wishart(3)
     factor, logarithm = np.linalg.cholesky(w), scipy.linalg.logm(w)

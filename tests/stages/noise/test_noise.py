@@ -87,6 +87,13 @@ def test_a_traced_rate_of_half_precision_drops_the_share_asked_for(key):
     assert within(jax.jit(dropped)(np.asarray(1e-3, jnp.bfloat16)), 1e-3, np.sqrt(1e-3 / 1e6))
 
 
+@pytest.mark.parametrize("rates", [(0.5, 1e-3), (1e-3, 0.5)])
+def test_two_traced_dropouts_of_half_precision_are_one_that_keeps_what_both_keep(rates):
+    merged = jax.jit(lambda first, later: rpx.WeightDropout(first).merged_with(rpx.WeightDropout(later)).rate)
+    rate = merged(*(np.asarray(rate, jnp.bfloat16) for rate in rates))
+    np.testing.assert_allclose(rate, 1 - 0.5 * (1 - 1e-3), rtol=1e-5)
+
+
 def test_weight_dropout_of_a_half_precision_weight_is_that_of_float32_rounded(key, w):
     half = w.astype(jnp.bfloat16)
     got = applied(rpx.WeightDropout(0.3), half, key)
@@ -147,6 +154,7 @@ ONE = {"w": np.ones((4, 3), np.float32)}
         pytest.param(rpx.VarNoise(1) >> (rpx.VarNoise(2) >> rpx.VarNoise(2)), rpx.VarNoise(3), id="three noises"),
         pytest.param(rpx.Chain((rpx.VarNoise(2),) * 4), rpx.VarNoise(4), id="four noises"),
         pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), rpx.WeightDropout(0.75), id="dropout"),
+        pytest.param(rpx.Chain((rpx.WeightDropout(1 - 1e-9),) * 2), rpx.WeightDropout(1 - 2**-53), id="nearly all"),
         pytest.param(
             rpx.WeightDropout(0.5, broadcast_dims=(0, -1)) >> rpx.WeightDropout(0.5, broadcast_dims=[0, -1]),
             rpx.WeightDropout(0.75, broadcast_dims=(0, -1)),
