@@ -244,6 +244,31 @@ def test_states_are_of_classes_of_optax_but_lookahead_parameters(state, expected
     assert _transfer._holds_state({"a": np.ones(1), "b": [state]}) == expected
 
 
+LENGTHS = {"w": {"@weight_norm": {"g": np.ones((1, 2), F32), "v": np.ones((3, 2), F32)}}}
+OTHER = {"w": {"@low_rank": LENGTHS["w"]["@weight_norm"]}}
+PARTS = {  # whether it holds moments of `like` alone, may be a raw tree of weight norm, and is such a part of a state
+    "whole": (LENGTHS, True, True, True),
+    "in part": ({"w": {"@weight_norm": {"g": F32(1)}}}, True, True, False),
+    "placeholders": ({"w": {"@weight_norm": {"g": None, "v": optax.MaskedNode()}}}, True, False, False),
+    "more": ({**LENGTHS, "b": F32(1)}, False, True, True),
+    "nothing": ({}, False, True, False),
+    "no markers": ({"w": np.ones((3, 2), F32)}, False, True, False),
+    "another stage": (OTHER, False, True, False),
+    "a state": (optax.TraceState(LENGTHS), False, False, False),
+    "a state inside": ({"w": LENGTHS["w"], "s": optax.TraceState(F32(1))}, False, False, False),
+    "an empty tuple": ((), False, False, False),
+    "a tuple of another stage": ((OTHER,), False, False, False),
+}
+
+
+@pytest.mark.parametrize(("x", "is_part", "is_raw", "is_raw_part"), PARTS.values(), ids=PARTS)
+def test_parts_of_a_state_are_told_by_their_paths_and_markers(x, is_part, is_raw, is_raw_part):
+    p = rpx.WeightNorm(axis=-1)
+    assert _transfer._is_part(x, LENGTHS) == is_part
+    assert _transfer._is_raw(x, p) == is_raw
+    assert _transfer._is_raw_part(x, p) == is_raw_part
+
+
 def test_new_moments_have_the_dtype_of_the_others_and_of_integers_their_own():
     raw = {"w": np.ones(2, F32), "n": {"@freeze": {"@fixed": {"w": np.ones(2, np.int8)}}}}
     like = {"f": jax.ShapeDtypeStruct((3,), np.float32), "i": jax.ShapeDtypeStruct((3,), np.int8)}
