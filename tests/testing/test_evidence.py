@@ -348,6 +348,13 @@ def test_results_are_those_of_each_method(monkeypatch):
     }
 
 
+def test_transformations_are_those_of_the_law():
+    p, raw, keys = rpx.VarNoise(0.1), {"w": single(1, 2)}, jax.random.split(jax.random.key(0))
+    batch = evidence.batch_of_two(raw)
+    program = jax.make_jaxpr(partial(evidence.transformed, p))(batch, raw, batch, keys)
+    assert all(name in str(program) for name in ("scan[", "shard_map[", "remat"))
+
+
 def test_a_raw_tree_that_is_a_tuple_is_transferred_as_such():
     raw = ({"a": single(1)}, {"a": single(2)})
     p = rpx.numbers.Scale(2.0)
