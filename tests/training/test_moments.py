@@ -165,6 +165,7 @@ def test_arrays_that_a_mask_does_not_cover_stay(shape):
         {"w": {"@rigl": {"w": np.ones((2, 2), np.float32), "@fixed": {"mask": np.full((2, 2), x, np.float32)}}}}
         for x in (0, 1)
     )
-    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}}
+    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}, "rate": {"w": {"@rigl": {"w": 0.5}}}}
     got = rpx.training.reset_moments(state, before, after)
+    assert got["rate"] == state["rate"]
     np.testing.assert_array_equal(got["sum"]["w"]["@rigl"]["w"], np.ones(shape))

@@ -220,6 +220,11 @@ def test_arrays_that_differ_are_listed_with_their_distance():
     assert np.isnan(found["none"])
 
 
+def test_an_array_that_is_the_same_needs_no_comparison(monkeypatch):
+    monkeypatch.setattr(_transfer, "_distance", None)
+    assert distances(PARAMS, PARAMS) == {}
+
+
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
