@@ -495,6 +495,20 @@ def test_each_transformation_is_compared_with_eager_evaluation(wrong, eager):
     assert not np.array_equal(jax.random.key_data(other), jax.random.key_data(KEY))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "eager_draw", "compiled_draw", "text"),
+    [
+        (F32, PARAMS, SMALL, "jit differs from eager evaluation"),
+        (F16, PARAMS, SMALL, None),
+        (F32, HALVES, {"a": single(1, 2 + 2**-9)}, None),
+    ],
+)
+def test_draws_may_round_as_raw_values_and_weights_do(dtype, eager_draw, compiled_draw, text, eager):
+    eager(transformed=lambda *_: {}, compiled_apply=lambda *_: compiled_draw)
+    p = chain(init=lambda params, key: {"a": params["a"].astype(dtype)}, apply=lambda raw, key: eager_draw)
+    verdict(_laws.transformations, case(p), text)
+
+
 def test_types_under_tracing_are_those_of_init(eager):
     def init(params, key):
         is_traced = isinstance(params["a"], jax.core.Tracer)
