@@ -59,6 +59,15 @@ def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
         assert_same_model(got, old, raw, new)
 
 
+def test_of_arrays_that_are_pruned_together_those_that_were_keep_their_masks():
+    params = {"a": {"kernel": np.float32([[1, 2], [3, 4]])}, "b": {"kernel": np.float32([[5, 6], [7, 8]])}}
+    old, new = (rpx.sparse.GlobalMagnitudePruning(0.5, where=where) for where in ("a/kernel", ".*/kernel"))
+    raw = old.init(params)
+    got = rpx.transfer(old, new, raw, nearest=True)
+    assert_equal(got["a"], raw["a"])
+    np.testing.assert_array_equal(got["b"]["kernel"]["@global_magnitude_pruning"]["@fixed"]["mask"], np.ones((2, 2)))
+
+
 @jax.jit
 def transferred(old, new, tree, like=None):
     return rpx.transfer(old, new, tree, like, nearest=True)
@@ -257,6 +266,7 @@ PARTS = {  # whether it holds moments of `like` alone, may be a raw tree of weig
     "placeholders": ({"w": {"@weight_norm": {"g": None, "v": optax.MaskedNode()}}}, True, False, False),
     "more": ({**LENGTHS, "b": F32(1)}, False, True, True),
     "nothing": ({}, False, True, False),
+    "another dict": (collections.OrderedDict(LENGTHS), False, True, True),
     "no markers": ({"w": np.ones((3, 2), F32)}, False, True, False),
     "another stage": (OTHER, False, True, False),
     "a state": (optax.TraceState(LENGTHS), False, False, False),
