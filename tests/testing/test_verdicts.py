@@ -844,6 +844,7 @@ FILED = {
     "wrong leaves": ({"wrong": 2}, {}, {}, "check accepts a raw tree with a wrong leaf"),
     "parameters": (KEPT, OTHER_PATHS, {}, "apply accepts a tree that never went through init"),
     "a raw tree": ({"init": lambda raw, *_: raw}, OTHER_PATHS, {}, "init accepts a raw tree"),
+    "a raw tree without markers": ({}, {"raw": {"b": W}}, {}, "a chain without stages accepts its raw tree"),
     "a raw tree like the parameters": (KEPT | {"init": lambda raw, *_: raw}, {}, {}, None),
 }
 
