@@ -33,6 +33,7 @@ CLOSE = {
     "off by a quarter of the largest entry": (single(1, 3), single(1, 4), 0.25),
     "off below": (single(1, 2), single(2, 2), 0.5),
     "of other shapes": (single(1), single(1, 1), np.inf),
+    "of another rank": (single(1, 2)[None], single(1, 2), np.inf),
     "zeros": (single(0), single(0), 0.0),
     "empty": (single(), single(), 0.0),
     "complex": (np.array([1 + 3j]), np.array([1 + 4j]), 1 / np.sqrt(17)),
@@ -349,7 +350,7 @@ def test_results_are_those_of_each_method(monkeypatch):
 
 
 def test_transformations_are_those_of_the_law():
-    p, raw, keys = rpx.VarNoise(0.1), {"w": single(1, 2)}, jax.random.split(jax.random.key(0))
+    p, raw, keys = Raised(1.0), {"w": single(1, 2)}, jax.random.split(jax.random.key(0))
     batch = evidence.batch_of_two(raw)
     program = jax.make_jaxpr(partial(evidence.transformed, p))(batch, raw, batch, keys)
     assert all(name in str(program) for name in ("scan[", "shard_map[", "remat"))
