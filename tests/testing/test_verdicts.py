@@ -100,6 +100,8 @@ def test_laws_are_chosen_by_name_and_others_do_not_run(monkeypatch):
     np.testing.assert_array_equal(jax.random.key_data(ran[0].key), jax.random.key_data(KEY))
     with raises(ValueError, "check_laws got 'means' as a law. Choose from 'keys', 'half_precision'."):
         check_laws(rpx.WeightNorm(), PARAMS, laws=("keys", "means"))
+    with pytest.raises(TypeError, match="check_laws expected a parametrization"):
+        check_laws(PARAMS, rpx.WeightNorm(), laws=("keys",))
     assert len(ran) == 4
 
 

@@ -282,6 +282,7 @@ def test_parts_of_a_state_are_told_by_their_paths_and_markers(x, is_part, is_raw
     assert _transfer._is_part(x, LENGTHS) == is_part
     assert _transfer._is_raw(x, p) == is_raw
     assert not _transfer._is_raw((), rpx.Chain())
+    assert not _transfer._is_raw_part({"w": F32(1)}, rpx.Chain())
     assert _transfer._is_raw_part(x, p) == is_raw_part
 
 
