@@ -351,7 +351,7 @@ def test_results_are_those_of_each_method(monkeypatch):
 
 def test_transformations_are_those_of_the_law(monkeypatch):
     checkpointed = []
-    monkeypatch.setattr(jax, "checkpoint", lambda function: checkpointed.append(function) or function)
+    monkeypatch.setattr(jax, "checkpoint", lambda function, **_: checkpointed.append(function) or function)
     p, raw, keys = Raised(1.0), {"w": single(1, 2)}, jax.random.split(jax.random.key(0))
     batch = evidence.batch_of_two(raw)
     program = jax.make_jaxpr(partial(evidence.transformed, p))(batch, raw, batch, keys)
