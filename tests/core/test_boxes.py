@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
+from reparax.core import boxes
 from reparax.core.raw import state_flags
 
 KERNEL = jnp.asarray(np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.float32)
@@ -197,3 +198,114 @@ def test_a_variable_that_occurs_twice_is_refused():
 def test_each_array_in_a_variable_of_several_is_its_state():
     tree = {"all": nnx.Param({"a": ONES}), "seen": nnx.BatchStat({"a": ONES, "b": ONES}), "w": ONES}
     assert state_flags(tree) == [False, True, True, False]
+
+
+# Functions. -------------------------------------------------------------------------------------------------------
+
+
+def raw_names(names, of_parameter):
+    found = boxes.RawAxisNames(names)
+    found.of_parameter = of_parameter
+    return found
+
+
+def test_names_of_raw_values_are_equal_if_those_of_the_parameter_are_too():
+    one = raw_names((None,), ("a", "b"))
+    assert one == raw_names((None,), ("a", "b"))
+    assert one != raw_names((None,), ("a", "c"))
+    assert one != raw_names(("a",), ("a", "b"))
+    assert one == (None,) != ("a",)
+    assert hash(one) == hash((None,))
+
+
+@pytest.mark.parametrize(
+    ("x", "is_of_one"),
+    [
+        (nnx.Param(ONES), True),
+        (nn.Partitioned(ONES, ("a",)), True),
+        (nnx.Param({"@weight_norm": {"g": ONES, "v": ONES}}), True),
+        (nnx.Param({"a": ONES, "@b": ONES}), True),
+        (nnx.Param({"a": ONES}), False),
+        (nnx.Param((ONES, ONES)), False),
+        (nnx.Param(()), False),
+        (ONES, False),
+        ({"@weight_norm": ONES}, False),
+    ],
+)
+def test_a_box_of_one_array_is_told_from_a_box_of_a_tree(x, is_of_one):
+    assert boxes.is_box_of_one(x) is is_of_one
+
+
+def test_boxes_with_names_and_variables_without_move_to_the_values():
+    named, unnamed = nn.Partitioned(ONES, ("a",)), nn.Partitioned(ONES, None)
+    flags = [boxes.is_moved_to_values(x) for x in (named, unnamed, nnx.Param(ONES), ONES)]
+    assert flags == [True, False, True, False]
+    assert [boxes.is_unnamed_variable(x) for x in (named, nnx.Param(ONES))] == [False, True]
+    assert boxes.axis_entries(named) == ("a",)
+    assert boxes.axis_entries(unnamed) is None
+
+
+def test_a_box_gets_a_value_and_names_of_its_own_kind():
+    named, variable = nn.Partitioned(ONES, ("a",)), nnx.Param(ONES)
+    other = boxes.with_value(named, KERNEL, ("b", "c"))
+    assert (type(other), other.value is KERNEL, other.names) == (nn.Partitioned, True, ("b", "c"))
+    assert boxes.with_value(named, KERNEL).names == ("a",)
+    turned = boxes.with_value(variable, KERNEL, ("b", "c"))
+    assert (type(turned), turned.get_metadata()["out_sharding"]) == (nnx.Param, ("b", "c"))
+    assert "out_sharding" not in boxes.with_value(variable, KERNEL).get_metadata()
+
+
+def test_the_box_of_a_parameter_is_that_of_the_first_value_that_tells_it():
+    def raw_box(names, of_parameter):
+        return nn.Partitioned(ONES, raw_names(names, of_parameter))
+
+    anew, first, second = nn.Partitioned(ONES, ("mlp",)), raw_box((None,), ("a", "b")), raw_box((None,), ("c", "d"))
+    assert boxes.box_of_parameter([nn.Partitioned(ONES, None), anew, first, second]).names == ("a", "b")
+    variable = nnx.Param(ONES)
+    assert boxes.box_of_parameter([anew, variable, first]) is variable
+    assert boxes.box_of_parameter([anew]) is None
+    empty = boxes.with_value(nnx.Param(ONES), (), ("x", "y"))
+    assert boxes.box_of_parameter([anew, empty, first]) is empty
+
+
+def test_each_value_has_the_names_of_the_axes_that_it_follows():
+    w, plain = nn.Partitioned(KERNEL, ("a", "b")), nnx.Param(KERNEL)
+    tied = boxes.with_value(nnx.Param(KERNEL), KERNEL, ("x", "y"))
+    of_params = {("w",): w, ("n",): plain, ("t",): tied, ("u",): nn.Partitioned(KERNEL, None), ("k",): w, ("l",): w}
+    arrays = {**dict.fromkeys(of_params, KERNEL), ("p",): KERNEL}
+    raw = {
+        ("w", "@x", "v"): KERNEL.T,
+        ("w", "@x", "g"): ONES,
+        ("n", "@x", "v"): KERNEL,
+        ("t", "@tie"): {},
+        ("l", "@tie"): {},
+        ("u", "@x", "v"): KERNEL,
+        ("k",): KERNEL,
+        ("p", "@x", "v"): KERNEL,
+    }
+    origins = {("w", "@x", "v"): (("w",), (1, 0)), ("w", "@x", "g"): (("w",), (None,))}
+    found = boxes.boxes_of_values(of_params, arrays, raw, origins)
+    assert found.keys() == {("w", "@x", "v"), ("w", "@x", "g"), ("n", "@x", "v"), ("t", "@tie")}
+    assert found["n", "@x", "v"] is plain
+    assert found["t", "@tie"] is tied
+    for name, names in (("v", ("b", "a")), ("g", (None,))):
+        box = found["w", "@x", name]
+        assert (box.value is raw["w", "@x", name], tuple(box.names), box.names.of_parameter) == (
+            True,
+            names,
+            ("a", "b"),
+        )
+
+
+@pytest.mark.parametrize(
+    ("names", "ndim", "axes", "found"),
+    [
+        (("a", "b"), 2, (1, None, 0), ["b", None, "a"]),
+        (("a",), 2, (0, 1), ["a", None]),
+        (("a", "b", "c"), 2, (0, 1), [None, None]),
+        (None, 2, (0, 1), [None, None]),
+    ],
+)
+def test_axes_without_a_name_stay_so(names, ndim, axes, found):
+    assert list(boxes._names_of_axes(nn.Partitioned(KERNEL, names), ndim, axes)) == found
+    assert list(boxes._names_of_axes(None, ndim, axes)) == [None] * len(axes)

@@ -7,6 +7,7 @@ import pytest
 from errors import table
 
 import reparax as rpx
+from reparax.core.constraint import _is_mask_for, is_near
 
 
 class Centered(rpx.stage.Constraint):
@@ -121,6 +122,77 @@ def test_of_a_traced_bound_nobody_knows_what_is_outside(outside):
 
     shapes = jax.tree.map(jnp.shape, jax.jit(start)(0.0))
     assert shapes == {"w": {"@bounded": {"x": (2,)}}}
+
+
+def test_the_tolerance_grows_with_the_longest_axis_and_with_the_largest_entry():
+    eps = np.finfo(np.float32).eps
+    cases = [
+        (shape, sign, of * sizes * 10 * eps)
+        for shape, sizes in (((), 1), ((40,), 40), ((2, 40), 40), ((40, 2), 40))
+        for sign in (1.0, -1.0)
+        for of in (0.9, -0.9, 1.1, -1.1)
+    ]
+
+    @jax.jit
+    def near():
+        arrays = [(jnp.full(shape, 2 * sign), 2 * by) for shape, sign, by in cases]
+        return [is_near(w, w.at[(0,) * w.ndim].add(by), None) for w, by in arrays]
+
+    assert [bool(found) for found in near()] == [abs(of) < 1 for _ in range(8) for of in (0.9, -0.9, 1.1, -1.1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "flat", "is_mask"),
+    [
+        ((4, 3), np.ones((4, 3), bool), True),
+        ((4, 3), np.ones((4, 1), bool), True),
+        ((4, 3), np.ones((1, 3), bool), True),
+        ((4, 3), np.ones(3, bool), True),
+        ((4, 3), np.ones((), bool), True),
+        ((4, 3), np.ones(4, bool), False),
+        ((4, 3), np.ones((3, 4), bool), False),
+        ((4, 3), np.ones((2, 3), bool), False),
+        ((4, 3), np.ones((1, 4, 3), bool), False),
+        ((4, 3), np.ones((4, 3)), False),
+        ((4, 3), True, False),
+    ],
+)
+def test_a_mask_has_booleans_that_broadcast_to_the_array(shape, flat, is_mask):
+    assert _is_mask_for(shape, flat) is is_mask
+
+
+def test_a_stack_lies_in_the_image_if_each_of_its_arrays_does():
+    inside, outside = np.array([1, -1], np.float32), np.array([1, -2], np.float32)
+    p = Centered(stacked=1)
+    stacks = [np.stack(each, 1) for each in ((inside, inside), (inside, outside), (outside, inside))]
+    found = jax.jit(lambda: [(p.contains(w), p.contains(w, 0.6), p.project(w)) for w in stacks])()
+    assert [[bool(x) for x in each[:2]] for each in found] == [[True, True], [False, True], [False, True]]
+    np.testing.assert_allclose(found[1][2], [[1, 1.5], [-1, -1.5]])
+
+
+def test_a_sample_has_the_shape_and_the_dtype_and_each_of_a_stack_its_own_numbers(key):
+    p = Centered(stacked=1)
+    drawn = jax.jit(lambda key: p.sample(key, [4, 3, 2], jnp.float16))(key)
+    assert (drawn.shape, drawn.dtype) == ((4, 3, 2), jnp.float16)
+    assert len({np.asarray(drawn)[:, i].tobytes() for i in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("p", "said"),
+    [
+        (Centered(), None),
+        (Centered(outside="raise"), "in the image"),
+        (Ramp(), "3 of 6 are outside"),
+        (Ramp(outside="unchecked"), None),
+        (Ramp(outside="raise"), "in the image"),
+    ],
+    ids=repr,
+)
+def test_what_a_stage_does_with_an_array_outside_depends_on_its_word(p, said):
+    found = p._why_refused(np.array([[1.0, -1.0, 2.0], [-1.0, 0.0, -2.0]], np.float32))
+    assert (found is None) if said is None else said in found
+    assert "finite" in p._why_refused(np.array([[1.0, np.nan]], np.float32))
+    assert p._why_refused(jax.ShapeDtypeStruct((2,), jnp.float32)) is None
 
 
 @table(__file__)

@@ -170,6 +170,7 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
         p.init(params)
     types = jax.eval_shape(p.init, params, jax.random.key(1))
     p.check(types, like=params)
+    assert p.raw_paths(params) == {"w": "w"}
     assert rpx.summary(p, params).total.free + rpx.summary(p, params).total.fixed > 0
 
 

@@ -111,6 +111,17 @@ def test_eager_gradients_take_no_memory_with_them():
     assert most_memory_after(200) - before < 20_000  # KiB; a program that stays takes about 7000 in each call
 
 
+def test_a_formula_of_stacked_arrays_is_not_traced_again(monkeypatch):
+    traced, apply_leaf = [], rpx.WeightNorm.apply_leaf
+    monkeypatch.setattr(rpx.WeightNorm, "apply_leaf", lambda self, values: traced.append(1) or apply_leaf(self, values))
+    p = rpx.WeightNorm(axis=-1, stacked=0) >> rpx.Gaussian(0.1, prior=1.0)
+    raw = p.init({"w": np.ones((2, 3, 5), np.float32)})
+    p.penalty(raw)
+    traced.clear()
+    p.penalty(raw)
+    assert traced == []
+
+
 def programs_of(f):
     """How many programs JAX compiles for a call."""
     before = len(COMPILED)
@@ -148,6 +159,7 @@ class AboveLow(rpx.Reparametrization):
 def test_a_start_of_ones_own_may_look_at_numbers_outside_of_programs():
     first, second = (AboveLow().init({"w": np.array([low, 3.0], np.float32)}) for low in (2, 1))
     assert (first["w"]["@above_low"]["low"], second["w"]["@above_low"]["low"]) == (2, 1)
+    np.testing.assert_array_equal(AboveLow().apply(first)["w"], [2, 3])
     with pytest.raises(ValueError, match=r"AboveLow\(\).init at 'w': negative"):
         AboveLow().init({"w": np.array([-1.0, 3.0], np.float32)})
     with pytest.raises(jax.errors.TracerArrayConversionError):

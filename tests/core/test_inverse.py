@@ -80,6 +80,19 @@ class Strict(rpx.Reparametrization):
         return values["x"]
 
 
+class Coded(rpx.Reparametrization):
+    """Multiples of a fixed scale, which fits the largest number that a start has seen."""
+
+    raw_values = {"x": rpx.stage.main(), "scale": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        scale = jnp.max(jnp.abs(w)) / 7
+        return {"x": w / scale, "scale": scale}
+
+    def apply_leaf(self, values):
+        return jnp.clip(jnp.round(values["x"]), -7, 7) * values["scale"]
+
+
 def text(who, formulas, by):
     init, apply = formulas
     return (
@@ -108,15 +121,43 @@ def test_a_start_that_is_no_inverse_is_told_once_for_a_type(p):
     assert warned(p, {"w": W} if p == TwiceTogether() else {"w": W, "z": W + 1}) == [ALARMS[p]]
 
 
+def test_fixed_values_are_those_of_the_start_of_what_is_compared():
+    assert warned(Coded(), {"w": np.linspace(0.1, 1, 10, dtype=np.float32)}) == []
+
+
 def test_it_is_told_where_only_moved_values_show_it_and_of_each_type():
     (one,) = warned(FromOne(), {"w": W})
     assert one.startswith("FromOne().init at 'w': init_leaf does not invert apply_leaf")
     assert len(warned(Tenth(), {"w": W, "b": W[0], "half": W.astype(jnp.bfloat16), "z": W.astype(np.complex64)})) == 4
 
 
-@pytest.mark.parametrize("p", [MeantTenth(), Strict(), Strict(error=TypeError), Strict(error=KeyError)], ids=repr)
+@pytest.mark.parametrize(
+    "p", [MeantTenth(), *(Strict(error=error) for error in (ValueError, TypeError, KeyError, AssertionError))], ids=repr
+)
 def test_what_is_meant_and_what_refuses_other_arrays_is_no_mistake(p):
     assert warned(p, {"w": np.abs(W) / np.abs(W).sum()}) == []
+
+
+@pytest.mark.parametrize(
+    ("w", "x", "dtype", "error"),
+    [
+        ([100, 1], [100, 1.5], "float32", 0),  # as rounding in units of the largest entry
+        ([100, 1], [100, 3], "float32", 0.02),
+        ([-100, 1], [-100, -1], "float32", 0.02),
+        ([1, 1], [1, 1.05], "bfloat16", 0),
+        ([1, 1], [1, 1.125], "bfloat16", 0.125),
+        ([1, np.inf], [1, 2], "float32", 0),
+        ([1, np.nan], [1, 2], "float32", 0),
+        ([1, 2], [1, np.nan], "float32", np.inf),
+        ([0, 0], [0, 0], "float32", 0),
+        ([100, 0], [100, 3], "int32", 0.03),
+        ([100, 0], [100, 1], "int32", 0),
+        ([], [], "float32", 0),
+    ],
+)
+def test_the_error_of_a_start_is_the_largest_in_units_of_the_largest_entry(w, x, dtype, error):
+    x, w = (jnp.asarray(np.array(numbers), dtype) for numbers in (x, w))
+    np.testing.assert_allclose(_relative_error(x, w), error, rtol=1e-6)
 
 
 def test_nothing_is_computed_where_no_number_is_known():

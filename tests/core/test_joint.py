@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import JointNorm, model
+from compiled import zeros
 from errors import raises, table
 
 import reparax as rpx
+from reparax.core.plan import plan_for
+from reparax.core.raw import flatten
 
 LAYERS = {"w": "(.*)/kernel", "b": "(.*)/bias"}
 
@@ -221,6 +224,89 @@ class Shortened(Kept):
         return {name: {"x": w[1:]} for name, w in arrays.items()}
 
 
+class TakenApart(rpx.stage.Joint):
+    """Each array and a sum that updates add to; the formulas take what they need out of their arguments."""
+
+    raw_values = {"n": rpx.stage.fixed(), "x": rpx.stage.main(aligned=True)}
+
+    def init_leaves(self, arrays):
+        return {name: {"n": jnp.sum(arrays[name]), "x": arrays.pop(name)} for name in [*arrays]}
+
+    def apply_leaves(self, values):
+        return {name: values.pop(name).pop("x") for name in [*values]}
+
+    def update_leaves(self, values):
+        total = sum(jnp.sum(held.pop("x")) for held in values.values())
+        return {name: {"n": values.pop(name).pop("n") + total} for name in [*values]}
+
+    def penalty_leaves(self, values):
+        return sum(held.pop("n") for held in values.values())
+
+
+@pytest.mark.parametrize(("stacked", "axis"), [((), None), (1, 0)])
+def test_formulas_may_use_up_their_arguments(stacked, axis):
+    def steps(params):
+        raw = p.init(params)
+        return raw, p.apply(raw), p.update(raw), p.penalty(raw)
+
+    p, params = TakenApart({"w": "w", "b": "b"}, stacked=stacked), {"w": normal(2, 3), "b": normal(4, 3, seed=1)}
+    raw, effective, updated, penalty = jax.jit(steps)(params)
+    assert jax.tree.structure(p.init(params)) == jax.tree.structure(raw)
+    sums = {name: w.sum(axis) for name, w in params.items()}
+    for name, w in params.items():
+        np.testing.assert_array_equal(effective[name], w)
+        found = [tree[name]["@taken_apart"]["@fixed"]["n"] for tree in (raw, updated)]
+        np.testing.assert_allclose(found[0], sums[name], rtol=1e-5)
+        np.testing.assert_allclose(found[1], sums[name] + sums["w"] + sums["b"], rtol=1e-5)
+    np.testing.assert_allclose(penalty, np.sum(sums["w"] + sums["b"]), rtol=1e-5)
+
+
+def test_arrays_whose_paths_capture_the_same_texts_are_a_group():
+    pair = {"b": ONE["w"], "w": ONE["w"]}
+    tree = {"a": {"x": pair, "y": {**pair, "ww": ONE["w"]}}, "b": {"x": pair, "y": {"b": None, "w": "text"}}}
+    groups = [site.arrays for site in Kept({"w": "(.)/(.)/w", "b": "(.)/(.)/b"}).sites("init", flatten(tree))]
+    assert groups == [{name: (*layer, name) for name in "wb"} for layer in ("ax", "ay", "bx")]
+    hidden = {"v": {"@mask": {"w": ONE["w"], "@fixed": {"mask": ONE["w"]}}}, "n": 3, **ONE}
+    places = [site.arrays["u"] for site in Kept({"u": "(.*)"}).sites("init", flatten(hidden))]
+    assert places == [("v", "@mask", "w"), ("w",)]
+
+
+class Above(rpx.stage.Joint):
+    """Each array and a number of it, for which the start needs to know its entries."""
+
+    least: object = None
+
+    def init_leaves(self, arrays):
+        return {name: {"least": jnp.asarray(self.least(w)), "x": w - self.least(w)} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"] + held["least"] for name, held in values.items()}
+
+
+@pytest.mark.parametrize("least", [lambda w: np.asarray(w).min(), lambda w: w[w > 0].min()])
+def test_a_start_that_needs_numbers_is_not_asked_for_types(least):
+    raw = {"w": {"@above": {"least": np.float32(2), "x": np.array([0, 3], np.float32)}}}
+    np.testing.assert_array_equal(Above(least=least).apply(raw)["w"], [2, 5])
+
+
+class Doubled(rpx.stage.Joint):
+    """Every second entry, twice: no value has the type of the array."""
+
+    starts_elsewhere = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w[::2]} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: jnp.repeat(held["x"], 2, 0) for name, held in values.items()}
+
+
+def test_the_type_of_an_array_is_what_the_formula_makes_of_its_values_alone():
+    p = Doubled(where=lambda path, w: w.shape == (4,))
+    raw = jax.eval_shape(p.init, {"a": jnp.ones(4), "b": jnp.ones(4), "c": jnp.ones(2)})
+    assert jax.tree.map(jnp.shape, jax.eval_shape(p.apply, raw)) == {"a": (4,), "b": (4,), "c": (2,)}
+
+
 @pytest.mark.parametrize("arrays", [None, {"w": "w"}])
 def test_a_joint_stage_may_change_shapes_and_has_neither_penalties_nor_updates(arrays):
     p = Shortened(arrays)
@@ -233,8 +319,98 @@ ONE = {"w": np.ones(2, np.float32)}
 LEFT = {name: {"@kept": {"x": np.ones(2, np.float32)}} for name in "ab"}
 LOST = {**LEFT, "b": {"@kept": {}}}
 TWO = {"a": ONE, "b": ONE}
+SUMS = {
+    name: {"@taken_apart": {"@fixed": {"n": np.ones(n, np.float32)}, "x": ONE["w"]}}
+    for name, n in [("w", ()), ("b", 2)]
+}
 
 
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals(), model=model)
+
+
+class CutShort(rpx.stage.Joint):
+    """A stage that gives shorter arrays, and has neither an update nor a penalty."""
+
+    changes_type = True
+    starts_elsewhere = True
+
+    def init_leaves(self, arrays):
+        return {name: {"x": w} for name, w in arrays.items()}
+
+    def apply_leaves(self, values):
+        return {name: held["x"][1:] for name, held in values.items()}
+
+
+def test_a_stage_that_changes_shapes_is_not_compared_with_its_start_and_by_default_has_no_update_and_no_penalty():
+    p, params = CutShort({"w": "(.*)/kernel"}), {"one": {"kernel": normal(3, 2)}, "two": {"kernel": normal(4, 2)}}
+    raw = p.init(params)
+    assert jax.tree.map(jnp.shape, p.apply(raw)) == {"one": {"kernel": (2, 2)}, "two": {"kernel": (3, 2)}}
+    assert (p.has_update, float(p.penalty(raw))) == (False, 0.0)
+    assert p.update(raw)["one"]["kernel"]["@cut_short"]["x"] is raw["one"]["kernel"]["@cut_short"]["x"]
+    assert p.update_leaves({}) == {}
+
+
+def test_a_joint_stage_has_no_axes_but_those_that_are_stacked():
+    params = {"q": normal(4, 4), "k": normal(4, 4, seed=1)}
+    roles = rpx.roles(lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4))
+    for p in (OneGain(QK), CutShort(where="q"), OneGain(QK, stacked=0)):
+        assert p.with_axes(roles) == p
+        assert rpx.axes.check_axes(p, lambda params, x: x @ params["q"] @ params["k"], params, normal(2, 4)) == ()
+
+
+def test_groups_have_the_order_of_their_first_array_and_may_be_all_in_one():
+    def groups(arrays, params):
+        p = JointNorm(arrays)
+        (step,) = plan_for(p, jax.eval_shape(p.init, params)).steps
+        return [dict(site.arrays) for site in step.sites]
+
+    both = {"a": {"kernel": normal(3, 2), "bias": normal(2)}, "b": {"bias": normal(2), "kernel": normal(4, 2)}}
+    one, two = ({"w": (name, "kernel"), "b": (name, "bias")} for name in "ab")
+    assert groups(LAYERS, both) == [one, two]
+    assert groups({"w": "a/kernel", "b": "b/bias"}, both) == [{"w": ("a", "kernel"), "b": ("b", "bias")}]
+    crossed = {"w": "(.)/(ker)nel", "b": "(.)/bia(s)"}
+    with pytest.raises(ValueError, match="no array for 'b' whose path captures the same text"):
+        groups(crossed, both)
+
+
+def test_an_array_that_no_group_has_is_left_alone_and_half_a_group_is_refused():
+    p, params = JointNorm(LAYERS), {**layers(), "free": normal(3)}
+    raw = zeros(p.init, params)
+    assert jax.eval_shape(p.apply, raw).keys() == params.keys()
+    assert p.fold({**raw, "free": params["free"]})["free"] is params["free"]
+    with pytest.raises(ValueError, match="no array for 'b' whose path captures the same text"):
+        p.apply({**raw, "one": {**raw["one"], "bias": params["one"]["bias"]}})
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kept"),
+    [
+        ({"w": "a"}, (("w", "a"),)),
+        ((("w", "a"), ("b", "c")), (("w", "a"), ("b", "c"))),
+        ((), None),
+        ({}, None),
+        ([("w", "a")], None),
+        ((("w",),), None),
+        ((("w", "a", "b"),), None),
+        ((("w", "a"), ("b", None)), None),
+        ((["w", "a"],), None),
+        (("wa",), None),
+    ],
+)
+def test_expressions_are_kept_as_pairs(arrays, kept):
+    if kept is None:
+        with pytest.raises(TypeError, match="takes a dict from names to regular expressions"):
+            JointNorm(arrays)
+    else:
+        assert JointNorm(arrays).arrays == kept
+
+
+def test_a_check_of_a_selected_array_may_be_defined():
+    class Even(CutShort):
+        def refuse_leaf(self, w):
+            return "expected an even number." if w.size % 2 else None
+
+    with pytest.raises(ValueError, match="at 'b': expected an even number"):
+        Even().init({"a": normal(2), "b": normal(3)})

@@ -125,6 +125,37 @@ def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
     assert p.deterministic.with_axes(roles).stage.axis.at("axis", "out", None) == -2
 
 
+class MovedAtRandom(rpx.Reparametrization):
+    """A random stage that starts and updates at random, and moves what is trained."""
+
+    stochastic, moves_weights = True, True
+
+    def init_leaf(self, w, key):
+        return {"x": w}
+
+    def apply_leaf(self, values, key):
+        return values["x"]
+
+    def mean_leaf(self, values):
+        return values["x"]
+
+    def update_leaf(self, values, key):
+        return {"x": values["x"] + 1}
+
+
+def test_a_mean_has_the_update_of_its_stage_and_is_undone_like_it():
+    mean, p = Mean(MovedAtRandom()), FlippedSigns(0.25, where="w") >> rpx.VarNoise(0.1)
+    said = mean.kind, mean.moves_weights, mean.random_init, mean.update_reads, mean.has_update
+    assert said == (MovedAtRandom.kind, True, True, ("key",), True)
+    updated = mean.update({"b": {"@moved_at_random": {"x": np.float32([5])}}}, jax.random.key(1))
+    np.testing.assert_array_equal(updated["b"]["@moved_at_random"]["x"], [6])
+    twice = FlippedSigns(0.25, where="w") >> FlippedSigns(0.125, where="w")
+    for without, rest in [(twice, 1), (twice[:1], 0.75), (twice[1], 0.5), (FlippedSigns, 1)]:
+        np.testing.assert_array_equal(twice.fold(params(), without=without)["w"], rest * params()["w"])
+    for without in (FlippedSigns, p[0], p):
+        np.testing.assert_array_equal(p.deterministic.fold(params(), without=without)["w"], params()["w"])
+
+
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import zeros
 from errors import raises, table
 from one_array import normal
 
@@ -236,6 +237,35 @@ def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
         "the first half of `rpx.partition(raw)`.",
     ):
         p.check(decayed(raw), since=raw)
+    for like, since, text in [
+        (PARAMS, decayed(raw), "differ from those of"),
+        ({**PARAMS, "q": NEW[:1]}, raw, "from `init"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            p.check(raw, like, since=since)
+
+
+class DriftingBase(Drifting):
+    raw_values = {"base": rpx.stage.fixed(base=True)}
+
+
+def test_of_nested_fixed_values_the_stage_that_holds_them_says_whether_an_update_moves_them():
+    p = rpx.Freeze() >> DriftingBase()
+    raw = zeros(p.init, {"q": NEW})
+    drifted = DriftingBase()
+    drifted.check(jax.tree.map(lambda x: x + 1, zeros(drifted.init, {"q": NEW})), since=zeros(drifted.init, {"q": NEW}))
+    with pytest.raises(ValueError, match="q/@drifting_base/@fixed/base/@freeze/@fixed/w: 24 of 24 numbers differ"):
+        p.check(jax.tree.map(lambda x: x + 1, raw), since=raw)
+
+
+def test_bits_tell_whether_a_fixed_value_has_changed():
+    p, odd = rpx.Freeze(), {"w": np.array([np.nan, 0.0, np.inf, 1.0], np.float32), "n": np.arange(2)}
+    raw = p.init(odd)
+    p.check(jax.tree.map(jnp.array, raw), since=raw)
+    p.check({**raw, "n": np.arange(2) + 1}, since=raw)  # which no stage keeps fixed
+    changed = np.array([np.nan, -0.0, np.inf, 2.0], np.float32)
+    with pytest.raises(ValueError, match="w/@freeze/@fixed/w: 2 of 4 numbers differ"):
+        p.check({**raw, "w": {"@freeze": {"@fixed": {"w": changed}}}}, since=raw)
 
 
 def test_the_wrapped_optimizer_moves_no_fixed_value():

@@ -9,7 +9,11 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
+from reparax.core.leaf import _declares_terms
 from reparax.core.matrices import RowsAndColumns
+
+KEY = jax.random.key(0)
+W = np.ones((2, 3), np.float32)
 
 
 def helper(x):
@@ -83,6 +87,84 @@ class OwnTerms(rpx.Reparametrization):
         return [rpx.stage.Term("ij->ij", helper(values["x"]))]
 
 
+class OwnBoth(OwnTerms):
+    """One that says its terms as well as their sum."""
+
+    def apply_leaf(self, values):
+        return helper(values["x"])
+
+    def terms_leaf(self, values):
+        return [rpx.stage.Term("ij->ij", helper(values["x"]))]
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "declared"),
+    [
+        (Own, [], False),
+        (Own, ["terms_leaf"], True),
+        (OwnTerms, [], False),
+        (OwnTerms, ["terms_leaf"], False),
+        (OwnTerms, ["apply_leaf"], False),
+        (OwnBoth, [], True),
+        (OwnBoth, ["terms_leaf"], True),
+        (OwnBoth, ["apply_leaf"], False),
+    ],
+)
+def test_terms_are_recorded_where_they_belong_to_the_formula(base, names, declared):
+    cls = type("OwnSum", (base,), {name: getattr(OwnBoth, name) for name in names})
+    assert _declares_terms(cls) == declared
+    assert names != ["terms_leaf"] or cls.apply_leaf is base.apply_leaf
+    program = str(jax.make_jaxpr(cls().apply)({"w": {f"@{cls.kind}": {"x": W}}}))
+    assert ("sum_of_terms" in program) == declared
+
+
+class UsedUp(rpx.Reparametrization):
+    """Formulas that take what they need out of their arguments, and return the second of two values as it is."""
+
+    raw_values = {"n": rpx.stage.fixed(), "x": rpx.stage.main(aligned=True)}
+
+    def init_leaf(self, w):
+        return {"n": jnp.zeros_like(w), "x": w}
+
+    def apply_leaf(self, values):
+        return values.pop("x") if values.pop("n") is not None else None
+
+    def update_leaf(self, values):
+        return {"n": values.pop("n") + jnp.sum(values.pop("x"))}
+
+    update_base_leaf = update_leaf
+
+    def penalty_leaf(self, values):
+        return jnp.sum(values.pop("n") + values.pop("x"))
+
+    log_det_leaf = penalty_leaf
+
+
+class UsedUpAtRandom(UsedUp):
+    stochastic = True
+
+    def apply_leaf(self, values, key):
+        return UsedUp.apply_leaf(self, values)
+
+    mean_leaf = UsedUp.apply_leaf
+
+
+@pytest.mark.parametrize("cls", [UsedUp, UsedUpAtRandom])
+@pytest.mark.parametrize("stacked", [(), 1])
+def test_formulas_may_use_up_their_arguments(cls, stacked):
+    p = cls(where=lambda path, w: w.shape == (2, 3), stacked=stacked)
+    raw = jax.eval_shape(p.init, {"w": W})
+    assert jax.tree.structure(p.init({"w": W})) == jax.tree.structure(raw)
+    numbers = {"w": {f"@{p.kind}": {"@fixed": {"n": W}, "x": 2 * W}}}
+    np.testing.assert_array_equal(p.apply(numbers, KEY)["w"], 2 * W)
+    for verb in ("update", "update_base"):
+        after = getattr(p, verb)(numbers)["w"][f"@{p.kind}"]
+        np.testing.assert_array_equal(after["x"], 2 * W)
+        np.testing.assert_array_equal(after["@fixed"]["n"], W + (2 * W).sum(0 if stacked else None))
+    for verb in ("penalty", "log_det") if cls is UsedUp else ("penalty",):
+        assert jax.eval_shape(getattr(p, verb), raw).shape == ()
+
+
 class OwnCount(rpx.Reparametrization):
     """Counts its updates."""
 
@@ -98,8 +180,35 @@ class OwnCount(rpx.Reparametrization):
         return {"n": values["n"] + 1}
 
 
-KEY = jax.random.key(0)
-W = np.ones((2, 3), np.float32)
+class OwnLong(Own):
+    """An array of at least two rows, of which the start decides by the shape."""
+
+    def init_leaf(self, w):
+        if len(w) < 2:
+            raise ValueError("expected two rows")
+        return {"x": w}
+
+
+def test_a_start_that_decides_by_shapes_is_not_asked_for_symbols():
+    (n,) = jax.export.symbolic_shape("n")
+    raw = {"w": {f"@{OwnLong.kind}": {"x": jax.ShapeDtypeStruct((n, 3), np.float32)}}}
+    assert jax.eval_shape(OwnLong(where=".*").apply, raw)["w"].shape == (n, 3)
+
+
+class OwnStart(OwnCount):
+    """A start that draws where it gets a key, and does not need one."""
+
+    random_init = False
+
+    def init_leaf(self, w, key):
+        return {"x": w, "n": jax.random.uniform(key)}
+
+
+def test_a_start_that_may_draw_draws_by_a_fixed_key_without_one():
+    drawn = [
+        OwnStart().init({"w": W}, *key)["w"]["@own_start"]["@fixed"]["n"] for key in ([], [KEY], [jax.random.key(1)])
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def numbers_of(p, raw, w="w"):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from one_array import normal
 
 import reparax as rpx
+from reparax.core.shardings import _count_parts
 
 MESH = AbstractMesh((2, 4), ("data", "model"))
 
@@ -181,6 +182,26 @@ def test_an_explicit_mesh_is_no_hindrance_to_stages_that_do_not_pass_there():
 def test_what_is_no_array_has_no_sharding():
     raw = rpx.WeightNorm().shardings({"w": BOTH, "f": None}, MESH, like={"w": jnp.ones((8, 16)), "f": jnp.tanh})
     assert (raw["f"], specs(raw["w"])) == (None, {"@weight_norm": {"g": P(None, "model"), "v": BOTH}})
+
+
+def test_fixed_values_may_lie_in_another_memory():
+    raw = rpx.SpectralNorm().shardings({"w": BOTH, "b": P()}, MESH, shapes(w=(8, 8), b=(8,)), memory_kind="pinned_host")
+    held = raw["w"]["@spectral_norm"]
+    kinds = [x.memory_kind for x in (held["@fixed"]["u"], held["@fixed"]["v"], held["w"], raw["b"])]
+    assert kinds == ["pinned_host", "pinned_host", None, None]
+
+
+def test_a_tree_may_be_a_single_array_or_hold_none():
+    one = rpx.VarNoise(0.1).shardings(P("data"), MESH, like=jax.ShapeDtypeStruct((8, 16), jnp.float32))
+    assert one.spec == P("data", None)
+    assert rpx.Chain().shardings({"f": None}, MESH, like={"f": jnp.tanh}) == {"f": None}
+
+
+@pytest.mark.parametrize(
+    ("entry", "parts"), [(None, 1), ("data", 2), ("model", 4), (("data", "model"), 8), (("model",), 4), ((), 1)]
+)
+def test_an_entry_cuts_an_axis_into_as_many_parts_as_its_mesh_axes_have(entry, parts):
+    assert _count_parts(entry, MESH) == parts
 
 
 # Against JAX. -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from errors import table
 from one_array import normal
 
 import reparax as rpx
-from reparax.core.matrices import Layout, RowsAndColumns
+from reparax.core.matrices import Layout, MatrixAxes, RowsAndColumns, merge_axes
 
 COUNT = 3
 
@@ -168,6 +168,58 @@ def test_a_third_partys_noise_gets_a_key_for_each_stacked_array():
     assert all(len(np.unique(x)) == 1 for x in np.asarray(w))
 
 
+class Repeated(rpx.Reparametrization):
+    """Every second row, twice, with one number for all of an array."""
+
+    stochastic = True
+
+    def init_leaf(self, w):
+        return {"more": jnp.zeros(()), "x": w[::2]}
+
+    def mean_leaf(self, values):
+        return jnp.repeat(values["x"], 2, 0) + values["more"]
+
+    def apply_leaf(self, values, key):
+        return self.mean_leaf(values) + jax.random.uniform(key)
+
+
+class Centred(rpx.Perturbation):
+    """The mean of all of an array is taken away from it, with a key or without."""
+
+    def apply_leaf(self, w, key):
+        return self.mean_leaf(w)
+
+    def mean_leaf(self, w):
+        return w - w.mean()
+
+
+class CentredWithoutDraws(Centred):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return Centred.mean_leaf(self, w)
+
+    def mean_leaf(self, w):
+        raise AssertionError
+
+
+def test_means_and_draws_of_stacked_arrays_are_those_of_each(key):
+    w = np.arange(8, dtype=np.float32).reshape(4, 2)
+    raw = {"w": {f"@{Repeated.kind}": {"more": np.zeros(3, np.float32), "x": np.zeros((2, 3), np.float32)}}}
+
+    @jax.jit
+    def of_each(key):
+        stages = Centred(stacked=1), CentredWithoutDraws(stacked=1)
+        trees = [tree for p in stages for tree in (p.apply({"w": w}, key), p.fold({"w": w}))]
+        return [tree["w"] for tree in trees], Repeated(stacked=1).apply(raw, key)["w"]
+
+    centred, drawn = of_each(key)
+    for each in centred:
+        np.testing.assert_array_equal(each, w - w.mean(0))
+    assert len(np.unique(drawn)) == 3
+    assert np.all(np.equal(drawn, drawn[:1]))
+
+
 def test_several_stacked_axes():
     ws = normal(2, 4, 3, 5, seed=1)  # (stack, in, stack, out)
     raw = init(rpx.WeightNorm(stacked=(0, 2)), {"w": ws})
@@ -269,12 +321,25 @@ def test_axes_are_merged_and_split_as_a_layout_says():
     np.testing.assert_array_equal(layout.merge(("rank", "columns"), v), v.reshape(2, 12))
     np.testing.assert_array_equal(layout.split_value(("rank", "columns"), v.reshape(2, 12)), v)
     assert layout.merge((), v) is v
-    assert layout.split_value((), w[0, 0, 0]) == 0
-    assert layout.split_array(v) is v
+    for unsplit in (w[0, 0, 0], v[0, 0], w[:, 0], v):
+        assert layout.split_value((), unsplit) is unsplit
+        assert unsplit.ndim == 2 or layout.split_array(unsplit) is unsplit
+    assert layout.split_value(("rank", "columns"), np.zeros(2)).shape == (2,)
+    of_rank = layout.with_sizes_of("v", ("rank", "columns"), v)
+    assert (of_rank.sizes, list(layout.sizes)) == ({**layout.sizes, "rank": (2,)}, ["rows", "columns"])
+    assert of_rank.split_value(("rank", "rows"), np.zeros((5, 8))).shape == (5, 8)
     assert layout.sizes_of(("rank", "columns"), v) == [(2,), (3, 4)]
     turned = Layout((2,), (0, 1), {"rows": (4,), "columns": (8, 3)})
     np.testing.assert_array_equal(turned.merge(None, w), np.moveaxis(w, 2, 0).reshape(4, 24))
     np.testing.assert_array_equal(turned.split_array(turned.merge(None, w)), w)
+    assert turned.sizes_of(("columns", "rank", "rows"), np.zeros((8, 3, 5, 4))) == [(8, 3), (5,), (4,)]
+    assert [turned.count(axis) for axis in ("rows", "columns", "rank")] == [1, 2, 1]
+    transposed = Layout((1,), (0,), {"rows": (4,), "columns": (3,)})
+    np.testing.assert_array_equal(transposed.merge(None, v[0]), v[0].T)
+    np.testing.assert_array_equal(transposed.split_array(v[0].T), v[0])
+    assert merge_axes(jax.ShapeDtypeStruct((8, 3, 4), jnp.int8), (0, 2), (1,)) == jax.ShapeDtypeStruct(
+        (32, 3), jnp.int8
+    )
     square = Layout((0, 1), (2, 3), {"rows": (2, 3)})
     assert square.split_array(np.zeros((6, 6))).shape == (2, 3, 2, 3)
     both = ("rows", "columns")
@@ -304,6 +369,12 @@ class OfColumns(OfRows):
     raw_values = {"x": rpx.stage.main(axes=("columns",))}
 
 
+class OfEntries(OfRows):
+    """A value that has both."""
+
+    raw_values = {"m": rpx.stage.main(axes=("rows", "columns"))}
+
+
 class OfBoth(OfRows):
     """A value that has rows alone, beside the array itself."""
 
@@ -314,6 +385,86 @@ class OfBoth(OfRows):
 
     def apply_leaf(self, values):
         return values["x"][:, None] + 0 * values["base"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "ndim", "covered", "axes"),
+    [
+        (None, None, 2, True, ((0,), (1,))),
+        (0, None, 3, True, ((0,), (1, 2))),
+        (None, (2, -3), 3, True, ((1,), (2, 0))),
+        ((-1, 0), None, 3, True, ((2, 0), (1,))),
+        ((2, 0), -2, 3, True, ((2, 0), (1,))),
+        ((2, 0), 1, 4, False, None),
+        ((0, 1, 2), None, 3, False, None),
+        (None, (-3, -2, -1), 3, False, None),
+        ((), None, 3, False, None),
+        ((0, 1), (2, -3), 3, False, None),
+        (0, 3, 2, False, None),
+        (-3, 0, 2, False, None),
+    ],
+)
+def test_rows_and_columns_stand_for_all_axes_in_their_order(rows, columns, ndim, covered, axes):
+    p = OfRows(rows=rows, columns=columns)
+    assert (p._covers_axes(ndim), p._for_merged) == (covered, OfRows())
+    assert (MatrixAxes._matrix_error(p, np.ones((2,) * ndim)) is None) == covered
+    if axes is not None:
+        assert p.axes_of(ndim) == axes
+        assert p.axes_in_use(np.ones((2,) * ndim)) == {"columns": (tuple(sorted(axes[1])), "outputs")}
+
+
+ARRAY, LOW_RANK = {"": np.ones((2, 3, 4))}, {"u": np.ones((4, 2, 5)), "v": np.ones((5, 3))}
+SEMIDEFINITE = rpx.matrices.PositiveSemidefinite
+
+
+@pytest.mark.parametrize(
+    ("p", "values", "layout"),
+    [
+        (rpx.LowRank(5, rows=(2, 0)), ARRAY, ((2, 0), (1,), {"rows": (4, 2), "columns": (3,)})),
+        (rpx.LowRank(5, rows=(2, 0)), LOW_RANK, ((2, 0), (1,), {"rows": (4, 2), "rank": (5,), "columns": (3,)})),
+        (rpx.LowRank(5, columns=1), LOW_RANK, ((0, 2), (1,), {"rows": (4, 2), "rank": (5,), "columns": (3,)})),
+        (
+            rpx.LowRank(5, columns=-2, rows=(0, -1)),
+            {"v": LOW_RANK["v"]},
+            ((0, 2), (1,), {"rank": (5,), "columns": (3,)}),
+        ),
+        (rpx.LowRank(5), {"v": LOW_RANK["v"]}, ((0,), (1,), {"rank": (5,), "columns": (3,)})),
+        (
+            rpx.LowRank(5, columns=(2, 0)),
+            {"v": np.ones((5, 4, 2))},
+            ((1, 3), (2, 0), {"rank": (5,), "columns": (4, 2)}),
+        ),
+        (SEMIDEFINITE(4, columns=(3, 0)), {"x": np.ones((2, 3, 4))}, ((1, 2), (3, 0), {"rows": (2, 3), "rank": (4,)})),
+        (SEMIDEFINITE(4, rows=(3, 0)), {"x": np.ones((2, 3, 4))}, ((3, 0), (1, 2), {"rows": (2, 3), "rank": (4,)})),
+        (OfEntries(rows=(2, 0)), {"m": np.ones((2, 3, 4))}, ((2, 0), (1,), {"rows": (2, 3), "columns": (4,)})),
+        (OfEntries(rows=1), {"m": np.ones((2, 3, 4))}, ((1,), (0, 2), {"rows": (2,), "columns": (3, 4)})),
+        (OfEntries(columns=1), {"m": np.ones((2, 3, 4))}, ((0, 2), (1,), {"rows": (2, 3), "columns": (4,)})),
+    ],
+    ids=repr,
+)
+def test_axes_of_an_array_are_counted_in_its_values(p, values, layout):
+    assert p._layout(values) == Layout(*layout)
+
+
+def test_what_is_no_matrix_needs_to_be_told_its_columns():
+    texts = [OfRows(**axes)._axes_error(KERNEL) for axes in ({}, {"rows": 0, "columns": 1}, {"columns": 3})]
+    starts = "expected a matrix, got", "expected each axis of shape", "columns=3 is out of bounds"
+    assert all(map(str.startswith, texts, starts)), texts
+    assert OfRows()._axes_error(KERNEL[0]) is None
+
+
+def test_a_formula_takes_merged_axes_and_gives_those_of_the_array():
+    p, w = OfEntries(rows=(2, 0)), np.arange(24).reshape(2, 3, 4)
+    m = w.transpose(2, 0, 1)
+    merged = m.reshape(8, 3)
+    np.testing.assert_array_equal(p._on_merged(lambda x: {"m": x + 1})(w)["m"], m + 1)
+    np.testing.assert_array_equal(p._on_merged(lambda x, more, last: x + more - last)(w, 3, 1), w + 2)
+    np.testing.assert_array_equal(p._on_merged(lambda values, more: values["m"] + more)({"m": m}, 3), w + 3)
+    np.testing.assert_array_equal(p._on_merged(lambda x: x.sum(1))(w), merged.sum(1))
+    assert p._on_merged(lambda values: {"m": values["m"]})({"m": m})["m"] is m
+    assert p._on_merged(lambda x: x)(w) is w
+    numbers = [p._on_merged(formula)({"m": m}) for formula in (lambda values: 1.5, lambda values: values["m"].sum())]
+    assert numbers == [1.5, w.sum()]
 
 
 def test_the_sizes_of_several_columns_come_from_a_value_that_has_them():

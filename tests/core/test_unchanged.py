@@ -11,6 +11,7 @@ from one_array import normal
 
 import reparax as rpx
 from reparax.core.matrices import RowsAndColumns
+from reparax.core.unchanged import mark_same, recompute, restore_same
 
 KEY = jax.random.key(0)
 
@@ -134,3 +135,39 @@ def test_a_donated_base_is_not_copied():
     p = rpx.Chain(tuple(rpx.LoRA(2, **{"columns": -1} | axes, where=name) for name, (axes, _) in MATRICES.items()))
     program = jax.jit(p.init, donate_argnums=0).lower(params, KEY).compile()
     assert program.memory_analysis().alias_size_in_bytes == sum(w.nbytes for w in params.values())
+
+
+def test_a_chain_keeps_nothing_for_the_backward_pass_but_what_it_got():
+    raw = jax.eval_shape(rpx.WeightNorm().init, {"w": MATRIX})
+    (equation,) = jax.make_jaxpr(rpx.WeightNorm().apply)(raw).jaxpr.eqns
+    assert equation.params["policy"]("sin") is False
+
+
+def test_what_is_no_array_passes_a_program_and_an_error_comes_out_as_it_is():
+    tree = {"a": "relu", "b": MATRIX, "c": None, "d": 3, "e": array(2)}
+    seen = []
+
+    def formula(tree, key):
+        seen.append((tree["a"], tree["d"], [isinstance(tree[name], jax.core.Tracer) for name in "be"]))
+        return {"x": tree["e"], "f": tree["a"], "sum": tree["b"].sum(), "key": key, "twice": [tree["b"], tree["b"]]}
+
+    found = recompute(formula, tree, KEY)
+    assert seen == [("relu", 3, [True, True])]
+    assert (found["x"] is tree["e"], found["f"], found["key"] is KEY) == (True, "relu", True)
+    assert all(x is MATRIX for x in found["twice"])
+    np.testing.assert_allclose(found["sum"], np.sum(MATRIX), rtol=1e-5)
+    error = RuntimeError("odd")
+
+    def failing(tree, key):
+        raise error
+
+    with pytest.raises(RuntimeError) as caught:
+        recompute(failing, tree, None)
+    assert caught.value is error
+
+
+def test_marks_stand_for_arguments_by_their_place_among_all():
+    w, x = array(2), array(3)
+    treedef, *marks = mark_same(lambda w, more: {"a": more["x"], "b": w, "c": 5}, w, {"v": 1.5, "x": x})
+    assert [mark.content if isinstance(mark, type(treedef)) else mark for mark in marks] == [2, 0, 5]
+    assert restore_same([treedef, *marks], "w", {"v": "v", "x": "x"}) == {"a": "x", "b": "w", "c": 5}

@@ -93,7 +93,7 @@ def test_before_the_first_stage_it_is_the_raw_tree_and_after_the_last_the_effect
     assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(last)))
 
 
-@pytest.mark.parametrize("upto", [-1, 3, 1.5, "1"])
+@pytest.mark.parametrize("upto", [-1, 3, 1.5, "1", True])
 def test_there_is_no_such_stage(upto):
     p = WeightNorm() >> VarNoise(0.1)
     text = f"(WeightNorm() >> VarNoise(0.1)).apply takes a number of stages from 0 to 2 as upto, but got {upto!r}. "

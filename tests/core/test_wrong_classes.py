@@ -39,7 +39,9 @@ def test_what_an_update_reads_is_known_by_name():
         lambda self, values, grad: {"seen": grad},
         lambda self, values, grad=None: {"seen": grad},
         lambda self, values, *, grad: {"seen": grad},
+        lambda self, values, /, grad, more=None, *rest, **others: {"seen": grad},
         staticmethod(lambda values, grad: {"seen": grad}),
+        classmethod(lambda cls, values, grad: {"seen": grad}),
     ]
     for way in ways:
         p = stage(way)
@@ -107,6 +109,19 @@ def test_what_a_class_of_ones_own_is_unless_it_says_so():
 def wrong(base=Passed, **members):
     """The class with some of its members written wrongly."""
     return type("Wrong", (base,), members)
+
+
+def test_a_formula_may_have_arguments_that_it_does_not_need():
+    for init_leaf in (
+        lambda self, w, key: {"x": w},
+        lambda self, w, *, key: {"x": w},
+        lambda self, w, key=None, more=None, *rest: {"x": w},
+        staticmethod(lambda w, key: {"x": w}),
+        classmethod(lambda cls, w, key: {"x": w}),
+    ):
+        assert wrong(init_leaf=init_leaf).random_init is not None
+    for apply_leaf in (lambda self, *args: args[0], lambda self, w, key=None, more=None: w, max):
+        wrong(rpx.Perturbation, apply_leaf=apply_leaf)
 
 
 def started(cls, *shape):

@@ -1,6 +1,7 @@
 """Files of PEFT by hand, and what of them is refused; tests against PEFT itself are in ``tests/peers``."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,16 @@ from hypothesis import strategies as st
 
 import reparax as rpx
 from reparax.io._parameters import pattern_of
+from reparax.io._peft_adapters import (
+    Adapter,
+    StoredAdapter,
+    _gain_conversions,
+    _lora_conversions,
+    _token_conversions,
+    read_adapter,
+)
+from reparax.io._peft_read import _tied_table_errors
+from reparax.io._peft_target import Target
 
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
@@ -26,6 +37,11 @@ ADVICE = (
 
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def target(tensor, shape, layout="kernel", **more):
+    """An array of a model that PEFT adapts."""
+    return Target("a/kernel", tensor, shape, np.dtype("float32"), layout, **more)
 
 
 def model():
@@ -144,6 +160,7 @@ def test_a_stored_base_and_noise_are_left_out():
         f"{PREFIX}dense.weight",
         f"{PREFIX}dense.bias",
     }
+    assert list(tensors) == sorted(tensors)
     assert config["modules_to_save"] == ["dense"]  # as it trains here
 
 
@@ -589,6 +606,181 @@ def test_a_model_of_many_layers_is_read_as_a_short_chain():
     assert repr(p) == "Freeze() >> LoRA(2, alpha=2.0, where='layers/.*/attn/.*/kernel')"
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["attn"]["v"]["kernel"], np.full((4, 3), 2.0))
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["up"]["kernel"], np.zeros((4, 3)))
+
+
+# ---- what is written
+
+
+def test_model_state_and_integers_do_not_train_so_they_are_not_written():
+    params = {
+        "params": {"dense": {"kernel": normal(4, 3)}, "steps": np.int32(1)},
+        "batch_stats": {"norm": {"mean": normal(3)}},
+    }
+    p = rpx.Freeze(where="params/dense/kernel") >> rpx.LoRA(2, where="params/dense/kernel")
+    tensors, config = rpx.io.to_peft(p, zeros(p.init, params, KEY))
+    assert {name.partition(".lora")[0] for name in tensors} == {f"{PREFIX}params.dense"}
+    assert (config["modules_to_save"], config["bias"], config["fan_in_fan_out"]) == (None, "none", False)
+
+
+def test_the_rounding_of_weights_in_training_is_left_out():
+    p = rpx.Freeze() >> rpx.LoRA(2, where=OUT)
+    rounded = p >> rpx.FakeQuantized("int8", where=OUT)
+    tensors, config = rpx.io.to_peft(rounded, zeros(rounded.init, model(), KEY))
+    assert (set(tensors), config) == (set(lora(out=(2, 6, 4))), rpx.io.to_peft(p, zeros(p.init, model(), KEY))[1])
+
+
+def test_tokens_alone_are_a_method_of_their_own():
+    params = {"embed": {"embedding": normal(5, 3)}, "head": {"kernel": normal(3, 5)}}
+    table, head = (
+        rpx.adapters.TrainableSlices((0, 2), axis=axis, where=f"{name}/.*")
+        for name, axis in (("embed", 0), ("head", -1))
+    )
+    p = rpx.Freeze() >> table >> head
+    raw = p.init(params)
+    raw["head"]["kernel"]["@trainable_slices"]["x"] = normal(3, 2, seed=1)
+    tensors, config = rpx.io.to_peft(p, raw)
+    assert list(tensors) == [f"{PREFIX}{name}.trainable_tokens_delta" for name in ("embed", "head")]
+    np.testing.assert_array_equal(tensors[f"{PREFIX}head.trainable_tokens_delta"], normal(3, 2, seed=1).T)
+    assert config == {
+        "peft_type": "TRAINABLE_TOKENS",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "target_modules": ["embed", "head"],
+        "token_indices": (0, 2),
+        "modules_to_save": None,
+    }
+    other = replace(head, indices=(0, 1))
+    with pytest.raises(ValueError, match="PEFT has one token_indices for all modules"):
+        rpx.io.to_peft(rpx.Freeze() >> table >> other, zeros((rpx.Freeze() >> table >> other).init, params))
+
+
+@pytest.mark.parametrize(
+    ("stages", "shape", "names"),
+    [
+        ((rpx.LoRA(3, columns=(1, 2)), rpx.WeightNorm(detach=True, axis=(1, 2))), (8, 2, 4), None),
+        ((rpx.LoRA(3, columns=(-2, -1), stacked=0),), (5, 8, 2, 4), {"q/kernel": "{i}.q.weight"}),
+        (
+            (rpx.LoRA(3, columns=(-2, -1), stacked=0), rpx.WeightNorm(detach=True, axis=(-2, -1), stacked=0)),
+            (5, 8, 2, 4),
+            {"q/kernel": "{i}.q.weight"},
+        ),
+    ],
+    ids=["dora", "layers", "dora of layers"],
+)
+def test_heads_are_known_by_the_axes_of_an_adapter(stages, shape, names):
+    p = rpx.Chain((rpx.Freeze(), *stages))
+    tensors, config = rpx.io.to_peft(p, zeros(p.init, {"q": {"kernel": normal(*shape)}}, KEY), names=names)
+    assert {x.shape for x in tensors.values()} == {(3, 8), (8, 3), *[(8,)] * (len(stages) == 2)}
+    assert len(tensors) == (1 if names is None else 5) * (1 + len(stages))
+    assert config["use_dora"] is (len(stages) == 2)
+
+
+# ---- the conversions of an adapter
+
+
+CONVERTED = {
+    "kernel": (target("a.weight", (4, 6)), (2, 4), (6, 2), (6,), (1, 6), rpx.WeightNorm(axis=-1, detach=True)),
+    "same": (target("a.weight", (6, 4), "same"), (2, 4), (6, 2), (6,), (6, 1), rpx.WeightNorm(axis=0, detach=True)),
+    "convolution": (
+        target("a.weight", (3, 5, 4, 6)),
+        (2, 4, 3, 5),
+        (6, 2, 1, 1),
+        (1, 6, 1, 1),
+        (1, 1, 1, 6),
+        rpx.WeightNorm(axis=-1, detach=True),
+    ),
+    "convolution, outputs first": (
+        target("a.weight", (6, 4, 3, 5), "same"),
+        (2, 4, 3, 5),
+        (6, 2, 1, 1),
+        (1, 6, 1, 1),
+        (6, 1, 1, 1),
+        rpx.WeightNorm(axis=0, detach=True),
+    ),
+    "to heads": (
+        target("a.weight", (4, 6), heads=(4, 2, 3), n_inputs=1),
+        (2, 4),
+        (6, 2),
+        (6,),
+        (1, 6),
+        rpx.WeightNorm(axis=(1, 2), detach=True),
+    ),
+    "from heads": (
+        target("a.weight", (4, 6), heads=(2, 2, 6), n_inputs=2),
+        (2, 4),
+        (6, 2),
+        (6,),
+        (1, 6),
+        rpx.WeightNorm(axis=-1, detach=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_dora_has_factors_and_one_length_for_each_output(name):
+    array, a, b, stored, lengths, norm = CONVERTED[name]
+    found = _lora_conversions(array, 2, is_dora=True)
+    assert {suffix: (x.place, x.shape) for suffix, x in found.items()} == {
+        "lora_A.weight": ("@weight_norm/v/@lora/a", a),
+        "lora_B.weight": ("@weight_norm/v/@lora/b", b),
+        "lora_magnitude_vector": ("@weight_norm/g", stored),
+    }
+    length = found["lora_magnitude_vector"].read(np.arange(6.0).reshape(stored))
+    np.testing.assert_array_equal(length, np.arange(6.0).reshape(lengths))
+    tensors = {suffix: np.zeros(x.shape, np.float32) for suffix, x in found.items()}
+    stages = []
+    config = CONFIG | {"use_dora": True, "use_rslora": True}
+    jax.eval_shape(lambda: stages.extend(read_adapter(StoredAdapter(array, tensors, config)).stages))
+    assert stages == [rpx.LoRA(2, 4.0, use_rslora=True, **array.axis_arguments), norm]
+
+
+def test_a_table_has_factors_of_other_names():
+    found = _lora_conversions(target("a.weight", (9, 3), "embedding"), 2)
+    assert {suffix: (x.place, x.shape) for suffix, x in found.items()} == {
+        "lora_embedding_A": ("@lora/a", (2, 9)),
+        "lora_embedding_B": ("@lora/b", (3, 2)),
+    }
+
+
+def test_tokens_are_rows_of_a_table_and_columns_of_a_head():
+    rows = normal(2, 3)
+    for array, want in (
+        (target("a.weight", (9, 3), "embedding"), rows),
+        (target("a.weight", (3, 9)), rows.T),
+        (target("a.weight", (9, 3), "same"), rows),
+    ):
+        (found,) = _token_conversions(array, "x", 2).values()
+        assert (found.place, found.shape) == ("@trainable_slices/x", (2, 3))
+        np.testing.assert_array_equal(found.read(rows), want)
+        np.testing.assert_array_equal(found.write(want), rows)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "axis", "inputs", "want"),
+    [
+        ((4, 6), "kernel", 0, True, (1, 4)),
+        ((4, 6), "kernel", 1, False, (6, 1)),
+        ((3, 5, 4, 6), "kernel", 2, True, (1, 4, 1, 1)),
+        ((3, 5, 4, 6), "kernel", 3, False, (1, 6, 1, 1)),
+        ((6, 4), "same", 0, False, (6, 1)),
+    ],
+)
+def test_gains_of_inputs_are_a_row_and_those_of_outputs_a_column(shape, layout, axis, inputs, want):
+    (found,) = _gain_conversions(target("a.weight", shape, layout), axis, inputs=inputs).values()
+    assert (found.place, found.shape) == ("@gain/g", want)
+
+
+def test_a_table_with_trained_tokens_that_equals_another_array_is_told():
+    table, slices = normal(5, 3), Adapter((), {"@trainable_slices/x": None})
+    like = {"a": {"w": table}, "b": {"w": table.T}, "c": {"w": table.copy()}, "d": {"w": table + 1}, "e": table}
+    found = _tied_table_errors(
+        {"a/w": {(0,): Adapter((), {}), (1,): slices}, "d/w": {(): slices}, "e": {(): Adapter((), {})}}, like
+    )
+    assert [line.partition(" holds")[0] for line in found] == ["a/w: 'b/w'", "a/w: 'c/w'", "a/w: 'e'"]
+    seen = []
+    jax.eval_shape(lambda e: seen.append(_tied_table_errors({"a/w": {(): slices}}, {"a": {"w": table}, "e": e})), table)
+    assert seen == [[]]
 
 
 @table(__file__)

@@ -2,6 +2,7 @@
 `test_peers_state_dict.py`.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import chex
@@ -19,6 +20,9 @@ from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
+from reparax.io._parameters import Entry
+from reparax.io._torch import _make_plan
+from reparax.io._torch_stages import _require_known_map, _torch_map, _write_reflections
 
 
 def numbers(*shape, dtype=np.float32, start=1):
@@ -33,6 +37,7 @@ def identical(got, want):
 
 # ---- names
 
+PATH = "parametrizations.weight."
 W = numbers(3, 2)
 DENSE = {"dense": {"kernel": W.T}}
 U, RIGHT = numbers(3, start=20), numbers(2, start=30)
@@ -93,6 +98,28 @@ NAMES = {
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
     ),
+    "one of two": (
+        rpx.sparse.NByM(1, 2, along=0),
+        dense("n_by_m", w=W.T, **{"@fixed": {"mask": MASK.T}}),
+        {"weight_orig": W, "weight_mask": MASK},
+        {"weight_orig": W, "weight_mask": MASK},
+    ),
+    "pruned with others": (
+        rpx.sparse.GlobalMagnitudePruning(count=2),
+        dense("global_magnitude_pruning", w=W.T, **{"@fixed": {"mask": MASK.T}}),
+        {"weight_orig": W, "weight_mask": MASK},
+        {"weight_orig": W, "weight_mask": MASK},
+    ),
+    "fields that torch has or that only matter at the start": (
+        rpx.SpectralNorm(3, rows=0, columns=1, outside="unchecked", where="dense/.*"),
+        SPECTRAL,
+        {
+            "parametrizations.weight.original": W,
+            "parametrizations.weight.0._u": U,
+            "parametrizations.weight.0._v": RIGHT,
+        },
+        {"weight_orig": W, "weight_u": U, "weight_v": RIGHT},
+    ),
     "frozen": (rpx.Freeze(), dense("freeze", **{"@fixed": {"w": W.T}}), {"weight": W}, {"weight": W}),
     "frozen weight norm": (
         rpx.WeightNorm() >> rpx.Freeze(),
@@ -122,6 +149,17 @@ NAMES = {
             "parametrizations.weight.1._v": RIGHT,
         },
         {"weight_orig_orig": W, "weight_orig_u": U, "weight_orig_v": RIGHT, "weight_u": U, "weight_v": RIGHT},
+    ),
+    "spectral norm of a masked weight": (
+        rpx.Mask() >> rpx.SpectralNorm(),
+        dense("spectral_norm", w=dense("mask", w=W.T, **{"@fixed": {"mask": MASK.T}}), **{"@fixed": LEFT}),
+        {
+            "parametrizations.weight.original_orig": W,
+            "parametrizations.weight.original_mask": MASK,
+            "parametrizations.weight.0._u": U,
+            "parametrizations.weight.0._v": RIGHT,
+        },
+        {"weight_orig_orig": W, "weight_orig_mask": MASK, "weight_u": U, "weight_v": RIGHT},
     ),
     "spectral norm of the direction": (
         rpx.SpectralNorm() >> rpx.WeightNorm(),
@@ -168,6 +206,63 @@ def test_stages_of_one_kind_are_told_apart():
     identical(rpx.io.to_torch(p, tree, style="hooks"), state)
 
 
+def names_in_torch(p, params, *, like=None, style=None, names=None):
+    """The names that torch has for the raw values of each parameter."""
+    plan = _make_plan(p, jax.eval_shape(p.init, params, jax.random.key(0)), names, None, None, None, like, style)
+    return {entry.path: found for entry, found in plan.names.items()}
+
+
+def test_rules_for_styles_give_each_parameter_its_own():
+    p, params = (
+        rpx.WeightNorm(where="[ab]/.*") >> rpx.Orthogonal(where="c/.*"),
+        {name: {"kernel": W.T} for name in "abcd"},
+    )
+    listed, hooked = (
+        ["parametrizations.weight.original0", "parametrizations.weight.original1"],
+        ["weight_g", "weight_v"],
+    )
+    orthogonal = ["c.parametrizations.weight.original", "c.parametrizations.weight.0.base"]
+    rest = {"c/kernel": orthogonal, "d/kernel": ["d.weight"]}
+
+    def named(found, path):
+        return sorted(name.removeprefix(f"{path[0]}.") for name in found[path])
+
+    for how in (
+        {"style": {"b/.*": "hooks", ".*": "parametrizations"}},
+        {"style": {"[bc]/.*": "hooks"}},
+        {"style": {"[bc]/.*": "hooks", "a/.*|b/kernel": "no_trivialization"}},
+        {"like": ["a.parametrizations.weight.original0", "b.weight_v"]},
+    ):
+        found = names_in_torch(p, params, **how)
+        assert [named(found, path) for path in ("a/kernel", "b/kernel")] == [listed, hooked]
+        assert {path: sorted(found[path], reverse=True) for path in rest} == rest
+
+
+def test_a_state_dict_tells_the_styles_of_what_is_written_and_the_names_are_sorted():
+    p = rpx.WeightNorm()
+    raw = {name: {"kernel": NORMED} for name in "cab"}
+    like = {"c.weight_g": G, "a.parametrizations.weight.original0": G, "b.weight_v": W}
+    assert list(rpx.io.to_torch(p, raw, like=like)) == [
+        *(f"a.{PATH}original0", f"a.{PATH}original1"),
+        *("b.weight_g", "b.weight_v", "c.weight_g", "c.weight_v"),
+    ]
+
+
+def test_a_tie_has_a_name_and_a_layout_of_its_own():
+    tie = rpx.Tie({"b/w": "a/kernel"})
+    raw = tie.init({"a": {"kernel": W.T[:, :2]}, "b": {"w": W.T[:, :2]}})
+    with pytest.raises(ValueError, match=r"determines the axes of 'b/w', which"):
+        rpx.io.to_torch(tie, raw)
+    names = names_in_torch(tie, {"a": {"kernel": W[:2]}, "b": {"w": W[:2]}})
+    assert names == {"a/kernel": ["a.weight"], "b/w": ["b.w"]}
+
+
+def test_a_norm_of_a_complex_weight_is_real_in_torch():
+    g, v = numbers(1, 3), (1 + 1j) * W.T.astype(np.complex64)
+    state = rpx.io.to_torch(rpx.WeightNorm(), {"dense": {"kernel": dense("weight_norm", g=g, v=v)}}, style="hooks")
+    identical(state, {"dense.weight_g": g.T, "dense.weight_v": v.T})
+
+
 # ---- names and layouts of parameters
 
 MODEL = {
@@ -202,9 +297,9 @@ def test_paths_and_axes_become_those_of_torch():
 
 
 def test_the_first_rule_that_matches_counts():
-    names = {"a/kernel": "first", r"(\w)/kernel": r"second.\1"}
+    names = {"a/kernel": "z.first", r"(\w)/kernel": r"second.\1"}
     got = rpx.io.to_torch(rpx.Chain(), {"a": {"kernel": W}, "b": {"kernel": W}}, names=names)
-    assert sorted(got) == ["first", "second.b"]
+    assert list(got) == ["second.b", "z.first"]
 
 
 def test_a_group_of_several_parts_of_a_path_is_written_with_dots():
@@ -451,7 +546,6 @@ def householder(original):
 
 
 TORCH_MAPS = {"cayley": "cayley", "expm": "matrix_exp", "householder": "householder"}
-PATH = "parametrizations.weight."
 
 
 def with_diagonal(x, diagonal):
@@ -512,6 +606,92 @@ def test_a_matrix_of_another_map_is_the_same_matrix(ours):
     with jax.enable_x64():
         tree = rpx.io.from_torch(rpx.Orthogonal(ours), state, {"kernel": w.T}, orthogonal_map="matrix_exp")
         np.testing.assert_allclose(fold(rpx.Orthogonal(ours), tree)["kernel"], w.T, rtol=0, atol=1e-13)
+        tree["kernel"]["@orthogonal"]["x"] = jnp.asarray(ORIGINAL[::-1].T)
+        want = np.asarray(fold(rpx.Orthogonal(ours), tree)["kernel"]).T
+        again = rpx.io.to_torch(rpx.Orthogonal(ours), tree, orthogonal_map="matrix_exp")
+    np.testing.assert_allclose(again[f"{PATH}0.base"] @ expm(again[f"{PATH}original"]), want, rtol=0, atol=1e-13)
+
+
+def test_a_base_is_written_where_torch_has_one():
+    p, said = rpx.Orthogonal("expm"), {"orthogonal_map": "matrix_exp"}
+    with jax.enable_x64():
+        tree = rpx.io.from_torch(p, {f"{PATH}original": ORIGINAL}, {"kernel": ORIGINAL.T}, **said)
+        alone = rpx.io.to_torch(p, tree, style="no_trivialization", **said)
+        for like, want in (([f"{PATH}original"], {"original"}), ([f"{PATH}0.base"], {"original", "0.base"})):
+            assert {name.removeprefix(PATH) for name in rpx.io.to_torch(p, tree, like=like, **said)} == want
+    (original,) = alone.values()
+    np.testing.assert_allclose(expm(original), expm(ORIGINAL), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("w", [rotation(4, 4)[:2], rotation(3, 3), -rotation(3, 3), np.eye(3)])
+def test_reflections_without_a_base_are_those_of_torch(w):
+    with jax.enable_x64():
+        original = np.asarray(_write_reflections(jnp.asarray(w)))
+    got = householder(original.T).T if len(w) < len(w.T) else householder(original)
+    np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout", "shares"),
+    [
+        ({}, "kernel", False),
+        ({"rows": 1, "columns": 0}, "kernel", True),
+        ({"rows": 0}, "same", True),
+        ({"rows": 1}, "same", False),
+    ],
+)
+def test_reflections_of_a_square_matrix_are_shared_unless_torch_has_the_transposed_one(axes, layout, shares):
+    p, base = rpx.Orthogonal("householder", **axes), rotation(3, 3)
+    state = {f"{PATH}original": SQUARE, f"{PATH}0.base": base}
+    w = base @ householder(SQUARE)
+    with jax.enable_x64():
+        how = {
+            "layouts": {"kernel": layout} if layout == "kernel" else {"kernel": "conv1d"},
+            "orthogonal_map": "householder",
+        }
+        node = rpx.io.from_torch(p, state, {"kernel": w}, **how)["kernel"]["@orthogonal"]
+    x, start = (base @ np.tril(SQUARE, -1), base) if shares else (np.zeros((3, 3)), w.T)
+    np.testing.assert_allclose(node["x"], x, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(node["@fixed"]["base"], start, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said", "want"),
+    [
+        ((3, 3), "float32", None, "expm"),
+        ((3, 2), "float32", None, "householder"),
+        ((3, 3, 2), "float32", "default", "householder"),
+        ((2, 3, 3), "float32", "default", "expm"),
+        ((3, 2), "complex64", None, "expm"),
+        ((3, 3), "float32", "householder", "householder"),
+        ((3, 2), "float32", "matrix_exp", "expm"),
+        ((3, 2), "float32", "cayley", "cayley"),
+    ],
+)
+def test_torch_has_a_map_by_default(shape, dtype, said, want):
+    assert _torch_map(Entry("w", "w", shape, np.dtype(dtype), "same", orthogonal_map=said)) == want
+
+
+@pytest.mark.parametrize(
+    ("map", "said", "shape", "place", "known"),
+    [
+        ("householder", None, (4, 2), (3, 0), True),
+        ("expm", None, (4, 2), (3, 0), False),
+        ("expm", "default", (4, 2), (3, 0), True),
+        ("expm", None, (4, 2), (0, 1), True),  # above the diagonal, where torch reads nothing
+        ("expm", None, (4, 2), (1, 1), True),
+        ("expm", None, (2, 4), (0, 3), False),
+        ("expm", None, (2, 4), (1, 0), True),
+        ("cayley", None, (3, 3), (1, 0), False),
+    ],
+)
+def test_a_map_must_be_known_once_a_matrix_has_left_its_base(map, said, shape, place, known):
+    original = np.zeros(shape, np.float32)
+    original[place] = 1
+    entry = Entry("w", "w", shape, np.float32, "same", orthogonal_map=said)
+    refused = pytest.raises(ValueError, match="a state dict does not record the map of torch's `orthogonal`")
+    with nullcontext() if known else refused:
+        _require_known_map(rpx.Orthogonal(map), jnp.asarray(original), entry)
 
 
 @pytest.mark.parametrize("map", [cayley, householder])

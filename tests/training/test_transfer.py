@@ -624,6 +624,7 @@ PARTIAL = {
     ),
     "ours in multi steps": optax.MultiSteps(rpx.optimizer(optax.adam(1e-3)), 2).gradient_transformation(),
     "without moments": optax.sgd(1e-3),
+    "moments of fixed values too": optax.adam(1e-3),
 }
 
 

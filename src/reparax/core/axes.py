@@ -385,7 +385,7 @@ def each_stacked(w: Any, stacked: Numbers) -> Iterator[Any]:
 
     Without stacked axes, ``w`` itself is yielded.
     """
-    if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
+    if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(w.shape):
         yield one_stacked(w, stacked)
     else:
         yield from _move_to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)

@@ -37,6 +37,10 @@ class RawAxisNames(tuple[Any, ...]):
         same_parameter = not isinstance(other, RawAxisNames) or self.of_parameter == other.of_parameter
         return tuple.__eq__(self, other) and same_parameter
 
+    def __ne__(self, other: object) -> bool:
+        """Returns the opposite of ``==``; without this method, that of the plain tuples would be returned."""
+        return not self == other
+
     __hash__ = tuple.__hash__
 
 

@@ -227,17 +227,17 @@ class Joint(Leafwise):
         """
 
         def checked_update(values: RawValues) -> RawValues:
-            new_values = self.update_leaves(values)
+            new_values = self.update_leaves(_as_dicts(values))
             checks.require_names("update_leaves", "the new values of", new_values, values)
             for name, new_values_of_one in new_values.items():
                 checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
-        return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
+        return map_stacked(self.stacked_axes, checked_update)(values)
 
     def _number_at(self, site: Site, formula: str, values: RawValues) -> Array:
         """Returns the scalar result of ``penalty_leaves`` for one group of arrays; ``formula`` is ``"penalty"``."""
-        return self._checked_number(f"{formula}_leaves", _as_dicts(values))
+        return self._checked_number(f"{formula}_leaves", values)
 
     def _with_axes(self, tree: Flat) -> list[Any]:
         """Returns a list of this stage, where indices from the roles in ``tree`` replace the word ``"stacked"``.

@@ -364,7 +364,7 @@ def _custom_function(base: type, module: Any) -> str:
     ``dtype``, do not count.
     """
     for name, default in _defaults_of(base).items():
-        x = vars(module).get(name, default)
+        x = vars(module).get(name)
         is_type = isinstance(x, type) and name.endswith("type")
         # The base module of a LoRA does not count, because the LoRA only adds its own result to the base's result.
         if callable(x) and x is not default and not is_type and name != "base_module":

@@ -309,7 +309,7 @@ class RowsAndColumns(MatrixAxes):
         declared_axes = {name: value.axes for name, value in self.raw_values.items() if name in values}
         for name, axes in declared_axes.items():
             unknown = [axis for axis in axes if axis in given_axes and axis not in counts]
-            if counts and len(unknown) == 1:  # All axes of the value that are not yet counted belong to this group.
+            if len(unknown) == 1:  # All axes of the value that are not yet counted belong to this group.
                 n_known = sum(counts.get(axis, 1) for axis in axes if axis not in unknown)
                 counts[unknown[0]] = values[name].ndim - n_known
         default = next(iter(counts.values()), 1)  # A square matrix has as many row axes as column axes.

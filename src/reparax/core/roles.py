@@ -12,7 +12,7 @@ an array, and a :class:`Use` holds them for one of its products with data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,7 +151,7 @@ class Role:
         return tuple(i for i, n in enumerate(self.shape) if i not in known_axes and n != 1)
 
 
-def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
+def axes_by_word(role: Role, stacked: Collection[int]) -> dict[str, Numbers]:
     """Maps each word for axes, such as ``"outputs"``, to the axes that it stands for in an array with this role.
 
     Axes are counted from the back, without the axes in ``stacked``. A word without axes is mapped to ``()``. For the
@@ -159,7 +159,7 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
 
         {"inputs": (-3, -2), "outputs": (-1,), "stacked": (), "channels": (-2,), "uncut": (-3, -1), "vectors": (-3, -2)}
     """
-    unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
+    unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in stacked]
 
     def from_back(axes: Iterable[int]) -> Numbers:
         """Converts axes to negative indices that do not count the stacked axes; stacked axes are left out."""

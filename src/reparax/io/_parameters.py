@@ -26,7 +26,7 @@ from reparax.core.axes_at import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import match_paths, why_none_selected
-from reparax.io._layouts import EXPERTS, LAYOUTS, axis_order, find_layout, layout_by_role, module_layouts, torch_shape
+from reparax.io._layouts import LAYOUTS, axis_order, find_layout, layout_by_role, module_layouts, torch_shape
 from reparax.numerics.arithmetic import is_array
 
 Rules = Mapping[str, str] | None
@@ -159,7 +159,7 @@ class Entry:
         The number of axes of a tensor identifies a convolution, except where a transposed convolution or a stack of
         experts has the same shape. A transposed convolution has it if the numbers of inputs and outputs are equal.
         """
-        other_layouts = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
+        other_layouts = ("conv_transpose", *(("same",) if len(self.shape) == 3 else ()))
         other_shapes = [torch_shape(self.shape, layout) for layout in other_layouts]
         return self if torch_shape(self.shape, "kernel") in other_shapes else self.confirm_kernel(tensors)
 

@@ -1,5 +1,6 @@
 """Adapters against their formulas, the papers' starts, and each other."""
 
+import functools
 import itertools
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.linalg
 from compiled import effective, fold, init, pulled
 from errors import table
 from grids import mostly_thorough
@@ -367,30 +369,239 @@ def test_a_rank_may_exceed_the_sizes_of_the_matrix():
 # Rotations and slices. -----------------------------------------------------------------------------------------------
 
 
-def on_kernel(stage, key=None, **values_of_it):
-    """The effective kernel of an adapter with these raw values, and its base."""
-    params = {"kernel": model()["dense"]["kernel"]}
-    raw = init(stage, params, key)
-    ((mark, node),) = raw["kernel"].items()
-    raw = {"kernel": {mark: node | values_of_it}}
-    return np.asarray(effective(stage, raw)["kernel"]), np.asarray(params["kernel"]), raw
+def complex_normal(*shape, seed=0):
+    return np.asarray(normal(*shape, seed=seed)) + 1j * np.asarray(normal(*shape, seed=seed + 1))
 
 
-def test_shared_blocks_turn_all_parts_of_the_rows_alike():
-    r = normal(1, 4, 4, seed=5)
-    got, base, _ = on_kernel(rpx.adapters.Rotated(2, block_share=True), r=r)
-    np.testing.assert_allclose(got, np.kron(np.eye(2), np.asarray(r)[0]) @ base, rtol=1e-5, atol=1e-6)
+def numbers(*shape, seed=0):
+    return np.asarray(normal(*shape, seed=seed))
 
 
-@pytest.mark.parametrize("axis", [0, -1])
-def test_slices_train_and_the_others_stay(axis):
-    stage = rpx.adapters.TrainableSlices((1, 3), axis=axis)
-    shape = (2, 6) if axis == 0 else (8, 2)
-    got, base, raw = on_kernel(stage, x=normal(*shape, seed=8))
-    want = np.array(base)
-    want[(slice(None),) * (axis % 2) + ([1, 3],)] = normal(*shape, seed=8)
-    np.testing.assert_array_equal(got, want)
-    assert trains(stage, raw) == {"kernel/@trainable_slices/x"}
+W, CUBE, COMPLEX = numbers(8, 6), numbers(2, 3, 4), complex_normal(4, 6)
+HALF = np.asarray(W, jnp.bfloat16)
+SINGULAR = np.linalg.svd(W, compute_uv=False)
+
+
+def replaced(w, axis, indices, x):
+    """The array with other slices at some indices of an axis."""
+    whole = np.array(w)
+    whole[(slice(None),) * axis + (list(indices),)] = x
+    return whole
+
+
+def by_blocks(*blocks):
+    return scipy.linalg.block_diag(*blocks) @ W
+
+
+# Of each adapter its weights, other raw values of it, and the weights that these give.
+FORMULAS = {
+    "delta": (rpx.adapters.Delta(), W, {"x": numbers(8, 6, seed=1)}, W + numbers(8, 6, seed=1)),
+    "delta of single to half precision": (
+        rpx.adapters.Delta(),
+        HALF,
+        {"x": numbers(8, 6, seed=1)},
+        (HALF.astype(np.float32) + numbers(8, 6, seed=1)).astype(HALF.dtype),
+    ),
+    "hadamard": (rpx.adapters.Hadamard(), W, {"y": numbers(8, 6, seed=1)}, W * numbers(8, 6, seed=1)),
+    "gain of two axes of three": (
+        rpx.adapters.Gain(axis=(-1, 0)),
+        CUBE,
+        {"g": numbers(2, 4, seed=1)},
+        CUBE * numbers(2, 4, seed=1)[:, None],
+    ),
+    "gain of complex numbers": (rpx.adapters.Gain(axis=0), COMPLEX, {"g": numbers(4)}, COMPLEX * numbers(4)[:, None]),
+    "slices": (
+        rpx.adapters.TrainableSlices([3, np.int64(0)], axis=2, where="w"),
+        CUBE,
+        {"x": numbers(2, 3, 2, seed=1)},
+        replaced(CUBE, 2, (3, 0), numbers(2, 3, 2, seed=1)),
+    ),
+    "slices of single in half precision": (
+        rpx.adapters.TrainableSlices((7, 1)),
+        HALF,
+        {"x": numbers(2, 6, seed=1)},
+        replaced(HALF, 0, (7, 1), numbers(2, 6, seed=1).astype(HALF.dtype)),
+    ),
+    "blocks": (rpx.adapters.Rotated(4), W, {"r": numbers(4, 2, 2)}, by_blocks(*numbers(4, 2, 2))),
+    "a block of all parts": (
+        rpx.adapters.Rotated(2, block_share=True),
+        W,
+        {"r": numbers(1, 4, 4)},
+        by_blocks(*[numbers(4, 4)] * 2),
+    ),
+    "lora of single and half precision": (
+        rpx.LoRA(2, 4.0),
+        HALF,
+        {"a": numbers(8, 2), "b": numbers(2, 6)},
+        (HALF.astype(np.float32) + 2 * numbers(8, 2) @ numbers(2, 6)).astype(HALF.dtype),
+    ),
+    "lora of complex numbers": (
+        rpx.LoRA(2, 4.0, init_weights="pissa"),
+        COMPLEX,
+        {"a": complex_normal(4, 2), "b": complex_normal(2, 6), "w": COMPLEX},
+        COMPLEX + 2 * complex_normal(4, 2) @ complex_normal(2, 6),
+    ),
+    "vera": (rpx.adapters.VeRA(3), COMPLEX, {"d": np.zeros(3, np.complex64)}, COMPLEX),
+}
+
+
+@functools.cache
+def started_and_changed():
+    """For each formula the raw values, the weights of them, and those of the other raw values, by one program."""
+
+    @jax.jit
+    def each(ws, others):
+        found = {}
+        for name, (p, *_) in FORMULAS.items():
+            raw = p.init({"w": ws[name]}, jax.random.key(0))
+            ((mark, node),) = raw["w"].items()
+            fixed = {"@fixed": {**node.get("@fixed", {}), "w": others[name].pop("w")}} if "w" in others[name] else {}
+            changed = {"w": {mark: node | fixed | others[name]}}
+            found[name] = node, p.apply(raw)["w"], p.apply(changed)["w"]
+        return found
+
+    ws = {name: w for name, (_, w, *_) in FORMULAS.items()}
+    return jax.tree.map(np.asarray, each(ws, {name: dict(row[2]) for name, row in FORMULAS.items()}))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_adapter_starts_at_the_weights_and_its_values_change_them(name):
+    (_, w, _, want), (_, start, changed) = FORMULAS[name], started_and_changed()[name]
+    tolerance = 1e-2 if w.dtype == HALF.dtype else 1e-5
+    assert start.dtype == changed.dtype == w.dtype
+    wide = np.result_type(np.float32, complex if np.iscomplexobj(w) else float)
+    np.testing.assert_allclose(start.astype(wide), w.astype(wide), rtol=1e-5, atol=1e-5 if "complex" in name else 0)
+    np.testing.assert_allclose(changed.astype(wide), want.astype(wide), rtol=tolerance, atol=1e-5)
+
+
+def test_an_adapter_starts_with_the_values_of_its_docstring():
+    held = {name: node for name, (node, *_) in started_and_changed().items()}
+    assert not held["delta"]["x"].any()
+    np.testing.assert_array_equal(held["hadamard"]["x"], W)
+    np.testing.assert_array_equal(held["gain of two axes of three"]["g"], np.ones((2, 4)))
+    np.testing.assert_array_equal(held["slices"]["x"], CUBE[..., [3, 0]])
+    np.testing.assert_array_equal(held["blocks"]["r"], [np.eye(2)] * 4)
+    np.testing.assert_array_equal(held["vera"]["d"], np.full(3, np.float32(0.1)))
+    singular = np.linalg.svd(COMPLEX, compute_uv=False)
+    base = held["lora of complex numbers"]["@fixed"]["w"]
+    np.testing.assert_allclose(np.linalg.svd(base, compute_uv=False), [*singular[2:], 0, 0], atol=1e-5)
+
+
+def test_slices_train_and_the_others_stay():
+    stage = rpx.adapters.TrainableSlices((1, 3), where="w")
+    assert trains(stage, init(stage, {"w": W})) == {"w/@trainable_slices/x"}
+
+
+def test_olora_moves_the_scaled_product_out_of_the_base():
+    held = jax.tree.map(np.asarray, init(rpx.LoRA(3, 6.0, init_weights="olora"), {"w": W})["w"]["@lora"])
+    q, r = np.linalg.qr(W.astype(np.float64).T)
+    first = (q[:, :3] @ r[:3]).T
+    np.testing.assert_allclose(held["a"] @ held["b"], first, atol=1e-5)
+    np.testing.assert_allclose(held["@fixed"]["w"], W - 2 * first, atol=1e-5)
+
+
+def test_factors_of_vera_fill_their_bounds_and_are_apart():
+    left, right = map(np.asarray, jax.jit(lambda w: rpx.adapters.VeRA(32).factors(w))(np.zeros((16, 48), np.float32)))
+    for factor, inputs in ((left, 16), (right, 32)):
+        scaled = factor / np.sqrt(6 / inputs)
+        assert -1 <= scaled.min() < -0.98
+        assert 0.98 < scaled.max() <= 1
+        assert abs(scaled.mean()) < 5 / np.sqrt(3 * scaled.size)
+    some = right.ravel()[: left.size]
+    assert abs(np.corrcoef(left.ravel(), some)[0, 1]) < 5 / np.sqrt(left.size)
+
+
+def test_vera_takes_matrices_without_rows():
+    p, w = rpx.adapters.VeRA(2), jax.ShapeDtypeStruct((0, 3), np.float32)
+    assert jax.eval_shape(lambda w: p.fold(p.init({"w": w}))["w"], w) == w
+
+
+# Ranks and factors of another LoRA. --------------------------------------------------------------------------------
+
+
+def cut(w, rank):
+    """The nearest matrix of that rank."""
+    left, singular, right = np.linalg.svd(w)
+    return (left[:, :rank] * singular[:rank]) @ right[:rank]
+
+
+A, B = numbers(5, 3, seed=1), numbers(3, 4, seed=2)
+CONVERTED = {
+    "a larger rank": (rpx.LoRA(5), rpx.LoRA(3), A @ B, ("a", "b")),
+    "a smaller rank": (rpx.LoRA(1), rpx.LoRA(3), cut(A @ B, 1), ()),
+    "a smaller rank and another factor": (rpx.LoRA(2, 4.0), rpx.LoRA(3), cut(A @ B, 2) / 2, ()),
+    "another alpha": (rpx.LoRA(3, 6.0), rpx.LoRA(3, 9.0), 1.5 * A @ B, ("a",)),
+    "the same factor of another alpha": (rpx.LoRA(6, 6.0), rpx.LoRA(3, 3.0), A @ B, ("a", "b")),
+    "the same factor without alpha": (rpx.LoRA(4, 4.0), rpx.LoRA(3), A @ B, ("a", "b")),
+    "the root of the rank": (rpx.LoRA(4, 6.0, use_rslora=True), rpx.LoRA(3, 4.5), A @ B * (1.5 / 3), ("a",)),
+    "the same alpha of another rank": (rpx.LoRA(6, 6.0), rpx.LoRA(3, 6.0), 2 * A @ B, ("a",)),
+    "no factor": (rpx.LoRA(3, 0.0), rpx.LoRA(3, 6.0), 2 * A @ B, ("a",)),
+}
+
+
+@functools.cache
+def converted():
+    @jax.jit
+    def each(a, b):
+        found = {}
+        for name, (new, old, *_) in CONVERTED.items():
+            fresh = {"a": jnp.full((5, new.rank), 7.0), "b": jnp.full((new.rank, 4), 8.0), "w": jnp.zeros((5, 4))}
+            found[name] = new._convert(old, {"a": a, "b": b, "w": jnp.ones((5, 4))}, fresh)
+        return found
+
+    return jax.tree.map(np.asarray, each(A, B))
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_factors_of_another_lora_keep_the_difference_or_what_is_nearest(name):
+    (new, old, product, grown), held = CONVERTED[name], converted()[name]
+    assert (held["a"].shape, held["b"].shape) == ((5, new.rank), (new.rank, 4))
+    np.testing.assert_allclose(held["a"] @ held["b"], product, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(held["w"], np.ones((5, 4)))
+    assert tuple(new._grown_values(old)) == grown
+    if new.rank > 3:  # the first columns stay, and the others are new in A and zeros in B
+        np.testing.assert_array_equal(held["a"], np.concatenate([A, np.full((5, new.rank - 3), 7)], 1))
+        assert not held["b"][3:].any()
+        assert np.array_equal(held["b"][:3], B) is (grown == ("a", "b"))
+
+
+def test_a_smaller_rank_splits_singular_values_evenly():
+    held = converted()["a smaller rank"]
+    root = np.sqrt(np.linalg.svd(A @ B, compute_uv=False)[0])
+    np.testing.assert_allclose([np.linalg.norm(held["a"]), np.linalg.norm(held["b"])], [root, root], rtol=1e-5)
+
+
+def test_what_another_lora_takes_over_is_trained_already():
+    old = rpx.LoRA(2)
+    news = [rpx.LoRA(3), rpx.LoRA(2, 4.0), rpx.LoRA(2, 2.0, use_rslora=True), rpx.LoRA(2, init_weights="gaussian")]
+
+    @jax.jit
+    def each(w):
+        raw = old.init({"w": w}, jax.random.key(1))
+        taken = [rpx.transfer(old, new, raw, nearest=True)["w"]["@lora"]["a"] for new in news]
+        return raw["w"]["@lora"]["a"], taken
+
+    before, after = each(W)
+    for a in after:
+        np.testing.assert_array_equal(a[:, :2], before)
+
+
+def test_a_traced_factor_is_never_known_to_be_the_same():
+    def grown(alpha):
+        return rpx.LoRA(4, alpha)._grown_values(rpx.LoRA(4, alpha)), rpx.LoRA(4)._grown_values(rpx.LoRA(4, alpha))
+
+    found = []
+    jax.eval_shape(lambda alpha: found.append(grown(alpha)), 1.0)
+    assert found == [(("a",), ("a",))]
+
+
+def test_converted_factors_of_stacked_and_half_precision_layers_have_their_shapes():
+    new, old = rpx.LoRA(2, 4.0, stacked=0), rpx.LoRA(3, stacked=0)
+    values = {"a": (6, 5, 3), "b": (6, 3, 4), "w": (6, 5, 4)}
+    old_values = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in values.items()}
+    got = jax.eval_shape(lambda old_values: new._convert(old, old_values, old_values), old_values)
+    shapes = {"a": (6, 5, 2), "b": (6, 2, 4), "w": (6, 5, 4)}
+    assert got == {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
 
 
 @table(__file__)

@@ -133,6 +133,12 @@ def test_an_indefinite_matrix_starts_at_its_positive_part(map):
     assert np.linalg.eigvalsh(got).min() > 0
 
 
+@pytest.mark.parametrize("map", ["cholesky", "expm"])
+def test_a_negative_matrix_starts_just_above_zero(map):
+    got = nearest(rpx.matrices.PositiveDefinite(map), -np.eye(3))
+    np.testing.assert_allclose(got, 6 * np.finfo(float).eps * np.eye(3), rtol=1e-6)
+
+
 def test_the_nearest_semidefinite_matrix_is_that_of_higham():
     w = normal(4, 4)
     values, vectors = np.linalg.eigh((w + w.T) / 2)
@@ -162,6 +168,35 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
             rpx.matrices.PositiveSemidefinite(stacked=0).init(params)
         p = rpx.matrices.PositiveSemidefinite(outside="unchecked", stacked=0)
         np.testing.assert_allclose(fold(p, init(p, params))["w"], [np.eye(3), np.zeros((3, 3))], atol=1e-6)
+
+
+def test_the_nearest_hermitian_matrix_without_negative_eigenvalues_has_the_largest_ones():
+    w = normal(2, 4, 4) + 1j * normal(2, 4, 4, seed=1)
+    values, vectors = np.linalg.eigh((w + w.conj().swapaxes(1, 2)) / 2)
+    values = np.maximum(values * [0, 0, 1, 1], 0)
+    got = nearest(rpx.matrices.PositiveSemidefinite(2, stacked=0), w)
+    np.testing.assert_allclose(got, (vectors * values[:, None]) @ vectors.conj().swapaxes(1, 2), rtol=0, atol=1e-13)
+
+
+def test_samples_of_a_rank_have_it_and_the_mean_one(key):
+    stage, count = rpx.matrices.PositiveSemidefinite(2), 1000
+    w = np.asarray(jax.jit(jax.vmap(lambda k: stage.sample(k, (4, 4))))(jax.random.split(key, count)), np.float64)
+    assert (np.linalg.matrix_rank(w, tol=1e-4) == 2).all()
+    # With 2 degrees of freedom, an entry has variance 1/2, and 1 on the diagonal.
+    assert (np.abs(w.mean(0) - np.eye(4)) < 5 * np.sqrt(1 / count)).all()
+
+
+def test_the_exponential_of_large_eigenvalues_is_exact_in_single_precision():
+    x = np.float32([30, 0.5, 30, -0.25, 0.125, 30])
+    got = read(rpx.matrices.PositiveDefinite("expm"), {"w": {"@positive_definite": {"x": x}}})
+    want = scipy.linalg.expm(symmetric(x.astype(float)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+def test_a_positive_eigenvalue_within_the_rounding_of_a_negative_one_counts_as_none():
+    flat = jax.jit(lambda ws: [rpx.matrices.PositiveSemidefinite().flat_leaf(w) for w in ws])
+    ws = [np.diag(np.float32([-1, x])) for x in (1e-8, 1e-6)] + [np.diag(np.float32([0, 0]))]
+    assert [np.asarray(x).tolist() for x in flat(ws)] == [[[True]], [[False]], [[True]]]
 
 
 # ---- membership

@@ -62,6 +62,13 @@ def test_low_rank_splits_singular_values_evenly_between_the_factors():
     np.testing.assert_allclose(np.linalg.norm(raw["v"], axis=1), root, rtol=1e-5)
 
 
+def test_zeros_in_a_row_of_a_factor_stay():
+    w = np.diag(np.float32([3, 2, 0]))
+    values = jax.tree.map(np.asarray, init(rpx.LowRank(3), {"w": w}, jax.random.key(0))["w"]["@low_rank"])
+    np.testing.assert_allclose(values["u"] @ values["v"], w, atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(values["v"], axis=1), [np.sqrt(3), np.sqrt(2), 1], rtol=1e-6)
+
+
 def test_low_rank_of_half_precision_multiplies_in_float32():
     factors = {name: np.full((512, 512), 1 / 16, jnp.bfloat16) for name in "uv"}
     got = read(rpx.LowRank(512), {"w": {"@low_rank": factors}})

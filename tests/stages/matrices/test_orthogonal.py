@@ -1,5 +1,7 @@
 """Orthogonal, Stiefel and Grassmann matrices against dense formulas in numpy and scipy, in double precision."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +99,53 @@ def test_far_from_the_base_the_columns_are_still_orthonormal(map):
     base, x = orthogonal(6, 3).astype(np.float32), 10 * normal(6, 3, dtype=np.float32)
     q = np.asarray(read(rpx.Orthogonal(map), marked(base, x)), np.float64)
     np.testing.assert_allclose(q.T @ q, np.eye(3), rtol=0, atol=1e-5)
+
+
+# Of each stage a base and a step, complex ones too.
+SHAPES = {
+    "cayley, square": (rpx.Orthogonal(), orthogonal(3, 3), normal(3, 3, seed=1)),
+    "cayley, one column": (rpx.Orthogonal(), orthogonal(4, 1), normal(4, 1, seed=1)),
+    "cayley, wide": (rpx.Orthogonal(), orthogonal(2, 5), normal(2, 5, seed=1)),
+    "cayley, complex": (rpx.Orthogonal(), unitary(5, 2), normal(5, 2, seed=2) + 1j * normal(5, 2, seed=3)),
+    "cayley, complex, wide": (rpx.Orthogonal(), unitary(2, 3), normal(2, 3, seed=2) + 1j * normal(2, 3, seed=3)),
+    "cayley, complex, square": (rpx.Orthogonal(), unitary(3, 3), normal(3, 3, seed=2) + 1j * normal(3, 3, seed=3)),
+    "householder, square": (rpx.Orthogonal("householder"), orthogonal(3, 3), normal(3, 3, seed=1)),
+    "householder, rotation": (rpx.matrices.SpecialOrthogonal("householder"), orthogonal(3, 3), normal(3, 3, seed=4)),
+    "grassmann": (rpx.matrices.Grassmann("householder"), orthogonal(5, 2), normal(5, 2, seed=1)),
+    "grassmann, complex": (rpx.matrices.Grassmann(), unitary(5, 2), normal(5, 2, seed=2) + 1j * normal(5, 2, seed=3)),
+}
+
+
+@functools.cache
+def moved():
+    """The effective matrices of all, and the bases after an update, by one program."""
+    raws = {name: marked(base, x, f"@{p.kind}") for name, (p, base, x) in SHAPES.items()}
+
+    @jax.jit
+    def each(raws):
+        found = {name: (p.apply(raws[name]), p.update_base(raws[name])) for name, (p, *_) in SHAPES.items()}
+        return {name: (w["w"], raw["w"][f"@{SHAPES[name][0].kind}"]) for name, (w, raw) in found.items()}
+
+    return jax.tree.map(np.asarray, each(raws))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_matrices_of_every_shape_move_by_the_dense_formula_and_their_base_with_them(name):
+    with jax.enable_x64():
+        w, values = moved()[name]
+    p, base, x = SHAPES[name]
+    if p.kind == "grassmann":
+        x = x - base @ base.conj().T @ x
+    wide = base.shape[0] < base.shape[1]
+    want = DENSE[p.map](base.T, x.T).T if wide else DENSE[p.map](base, x)
+    np.testing.assert_allclose(w, want, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(values["@fixed"]["base"], want, rtol=0, atol=1e-13)
+    assert not values["x"].any()
+
+
+def test_a_square_matrix_has_orthonormal_columns_too():
+    w, p = jax.ShapeDtypeStruct((3, 3), jnp.float32), rpx.matrices.Stiefel()
+    assert jax.eval_shape(lambda w: p.fold(p.init({"w": w}))["w"], w) == w
 
 
 # ---- init

@@ -11,6 +11,7 @@ from compiled import contained, init, projected, pulled, read
 from errors import table
 
 import reparax as rpx
+from reparax.numerics.terms import sum_terms
 
 
 def normal(*shape, seed=0):
@@ -105,6 +106,16 @@ def test_contains_tells_members_from_others(stage, shape, made):
     member = np.float32(made(normal(*shape)))
     assert contained(stage, member)
     assert not contained(stage, np.float32(member + 0.01 * normal(*member.shape)))
+
+
+@pytest.mark.parametrize("stage", [rpx.matrices.Diagonal(), rpx.matrices.Circulant()], ids=repr)
+def test_the_terms_of_a_pattern_add_up_to_its_matrix(stage):
+    x = normal(2, 3, 4).astype(np.float32)
+    of_terms, w = jax.jit(lambda x: (sum_terms(stage.terms_leaf({"x": x})), stage.apply_leaf({"x": x})))(x)
+    made = np.diag if stage.kind == "diagonal" else scipy.linalg.circulant
+    want = np.stack([[made(row) for row in rows] for rows in x])
+    np.testing.assert_array_equal(of_terms, want)
+    np.testing.assert_array_equal(w, want)
 
 
 # ---- Kronecker

@@ -1,5 +1,7 @@
 """Matrices of bounded singular values and of low rank, against numpy in double precision and geotorch's formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,26 +57,6 @@ def test_the_matrix_is_its_singular_value_decomposition(stage, shape, rank, spec
         got = read(stage, {"w": {f"@{stage.kind}": jax.tree.map(jnp.asarray, tree)}})
     expected = (by_cayley(bases[0], u) * spectrum(s)) @ by_cayley(bases[1], v).T
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", ["fixed rank"])
-def test_a_new_base_is_where_the_vectors_are(name):
-    stage, shape, rank, _ = SPECTRA[name]
-    bases = [scipy.linalg.polar(normal(size, rank, seed=size))[0] for size in shape]
-    u, v = (normal(size, rank, seed=10 + i) for i, size in enumerate(shape))
-    values = {"u": u, "v": v, "s": normal(rank, seed=20), "base_u": bases[0], "base_v": bases[1]}
-    with jax.enable_x64():
-        got = jax.jit(stage.update_base_leaf)(values)
-    want = {
-        "u": 0 * u,
-        "v": 0 * v,
-        "s": values["s"],
-        "base_u": by_cayley(bases[0], u),
-        "base_v": by_cayley(bases[1], v),
-    }
-    assert got.keys() == want.keys()
-    for name, x in want.items():
-        np.testing.assert_allclose(got[name], x, rtol=0, atol=1e-13)
 
 
 # ---- init
@@ -161,6 +143,18 @@ def test_special_linear_fills_in_singular_values_that_rounding_hides():
         assert contained(p, got)
 
 
+def test_special_linear_replaces_zeros_by_what_still_counts_as_zero():
+    # Of two by two matrices, float32 tells singular values above 2^-22 of the largest from zero.
+    got = projected(rpx.matrices.SpecialLinear(), np.diag(np.float32([1e-3, 0])))
+    np.testing.assert_allclose(got, np.diag([2.0**11, 2.0**-11]), rtol=1e-5)
+
+
+def test_the_projection_to_determinant_one_has_a_gradient():
+    w = np.diag(np.float32([8, 2]))  # of which the first entry is sqrt(8 / 2)
+    slope = jax.jit(jax.grad(lambda w: rpx.matrices.SpecialLinear().project(w)[0, 0]))(w)
+    np.testing.assert_allclose(slope, np.diag([0.125, -0.5]), atol=1e-6)
+
+
 def test_the_rounding_of_a_matrix_grows_with_its_condition():
     # Rounded to float32, these have determinants that differ from 1 by up to a thousandth.
     p, rng = rpx.matrices.SpecialLinear(), np.random.default_rng(0)
@@ -193,6 +187,66 @@ def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
     assert np.abs(np.asarray(slopes["@almost_orthogonal"]["s"])).min() > 1e-4
 
 
+@functools.cache
+def rebased():
+    """Raw values before and after the bases have moved, and the matrices of both, by one program."""
+    stages = {"tall": (rpx.matrices.FixedRank(2), (4, 3)), "wide": (rpx.matrices.AlmostOrthogonal(), (2, 4))}
+
+    @jax.jit
+    def each(ws, steps):
+        found = {}
+        for name, (p, _) in stages.items():
+            node = p.init({"w": ws[name]})["w"][f"@{p.kind}"]
+            before = {"w": {f"@{p.kind}": node | {part: node[part] + steps[name][part] for part in "suv"}}}
+            after = p.update_base(before)
+            values = [raw["w"][f"@{p.kind}"] for raw in (before, after)]
+            found[name] = values, [p.fold(raw)["w"] for raw in (before, after)]
+        return found
+
+    ws = {name: normal(*shape) for name, (_, shape) in stages.items()}
+    sizes = {name: {"u": (shape[0], 2), "v": (shape[1], 2), "s": (2,)} for name, (_, shape) in stages.items()}
+    steps = {name: {part: normal(*size, seed=3) for part, size in row.items()} for name, row in sizes.items()}
+    with jax.enable_x64():
+        return jax.tree.map(np.asarray, each(ws, steps))
+
+
+@pytest.mark.parametrize("name", ["tall", "wide"])
+def test_bases_move_to_the_current_singular_vectors_and_the_matrix_stays(name):
+    (before, after), matrices = rebased()[name]
+    np.testing.assert_allclose(matrices[1], matrices[0], rtol=0, atol=1e-13)
+    np.testing.assert_array_equal(after["s"], before["s"])
+    for side in "uv":
+        want = by_cayley(before["@fixed"][f"base_{side}"], before[side])
+        np.testing.assert_allclose(after["@fixed"][f"base_{side}"], want, rtol=0, atol=1e-13)
+        assert not after[side].any()
+
+
+def test_singular_values_that_half_precision_hides_start_at_twice_their_bound():
+    # Of two by two matrices, bfloat16 tells singular values above 2 * 2^-7 of the largest from zero.
+    started = jax.jit(lambda ws: [p.project(w) for p, w in zip(stages, ws, strict=True)])
+    stages = [rpx.matrices.Invertible(), rpx.matrices.Invertible(eps=0.25), rpx.matrices.Invertible(stacked=0)]
+    hidden, seen = np.diag([1, 2**-7]), np.diag([1, 2**-5])
+    got = started([np.asarray(w, jnp.bfloat16) for w in (hidden, seen, [hidden, seen])])
+    wants = np.diag([1, 2**-5]), np.diag([1, 0.5]), [np.diag([1, 2**-5]), seen]
+    for w, want in zip(got, wants, strict=True):
+        np.testing.assert_allclose(np.asarray(w, float), want, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "w", "distance"),
+    [
+        (rpx.matrices.Invertible(eps=0.5), np.diag([1, 0.4]), 0.6),
+        (rpx.matrices.FixedRank(1), np.diag([1, 0.1]), 0.1),
+        (rpx.matrices.SpecialLinear(), np.diag([1.21, 1]), 0.11 / 1.21),
+        (rpx.matrices.AlmostOrthogonal(0.5), np.diag([1, 1.6]), 0.1 / 1.6),
+    ],
+    ids=repr,
+)
+def test_a_tolerance_takes_in_what_is_near(p, w, distance):
+    nearly = jax.jit(lambda w: [p.contains(w, share * distance) for share in (0.98, 1.02)])
+    assert [bool(x) for x in nearly(w.astype(np.float32))] == [False, True]
+
+
 # ---- membership
 
 
@@ -209,6 +263,8 @@ def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
         pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
         pytest.param(rpx.matrices.Invertible(), np.ones((2, 2)), False, id="singular"),
         pytest.param(rpx.matrices.Invertible(eps=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
+        pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 5e-7]), False, id="below the bound within rounding"),
+        pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 2e-6]), True, id="above the bound within rounding"),
         pytest.param(rpx.matrices.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
         pytest.param(rpx.matrices.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
         pytest.param(rpx.matrices.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),

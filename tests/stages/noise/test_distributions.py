@@ -234,6 +234,42 @@ def test_update_closes_gates_that_the_paper_closes():
     np.testing.assert_allclose(before, 2 * np.sum(open_share), rtol=1e-5)
 
 
+def test_what_is_closed_stays_closed_and_counts_for_nothing():
+    log_alpha, mask = np.float32([[3, -3, 1], [3, 3, -3]]), np.float32([[1, 1, 0], [0, 1, 1]])
+    gates = {
+        "w": {"@hard_concrete": {"w": np.ones((2, 3), np.float32), "log_alpha": log_alpha, "@fixed": {"mask": mask}}}
+    }
+    theta = np.float32([[0, 2, 1], [1, 1, 0]])
+    log_var = np.float32([[0, 0, 0], [3.1, 2.9, -9]])
+    values = {"theta": theta, "log_var": log_var, "@fixed": {"mask": mask}}
+    stages = rpx.noise.HardConcrete(), rpx.noise.VariationalDropout()
+    raws = gates, {"w": {"@variational_dropout": values}}
+
+    @jax.jit
+    def each(raws):
+        pairs = zip(stages, raws, strict=True)
+        return [
+            (p.update(raw)["w"][f"@{p.kind}"]["@fixed"]["mask"], p.penalty(raw), p.fold(raw)["w"]) for p, raw in pairs
+        ]
+
+    (closed, count, mean), (pruned, divergence, kept) = each(raws)
+    np.testing.assert_array_equal(closed, [[1, 0, 0], [0, 1, 0]])
+    is_open = 1 / (1 + np.exp(-(log_alpha - 2 / 3 * np.log(1 / 11))))
+    np.testing.assert_allclose(count, np.sum(is_open * mask), rtol=1e-5)
+    assert not np.asarray(mean)[mask == 0].any()
+    np.testing.assert_array_equal(pruned, [[0, 1, 0], [0, 1, 0]])
+    np.testing.assert_array_equal(kept, theta * mask)
+    log_alphas = log_var - np.log(theta.astype(float) ** 2 + 1e-8)
+    entries = 0.63576 / (1 + np.exp(1.8732 + 1.48695 * log_alphas)) + 0.5 * np.log1p(np.exp(-log_alphas))
+    np.testing.assert_allclose(divergence, np.sum(entries * mask), rtol=1e-5)
+
+
+def test_the_distance_of_complex_weights_from_the_base_counts_both_parts():
+    x = np.asarray(normal(3, 2)) + 1j * np.asarray(normal(3, 2, seed=1))
+    raw = {"w": {"@delta": {"x": x, "@fixed": {"w": x}}}}
+    np.testing.assert_allclose(penalty(rpx.adapters.Delta(strength=0.2), raw), 0.1 * np.sum(np.abs(x) ** 2), rtol=1e-6)
+
+
 # A third party's. --------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 import reparax as rpx
+from reparax.stages.noise import _noise
 
 SIZE = 100_000
 
@@ -134,6 +135,40 @@ def test_sharing_all_axes_is_one_draw_for_the_whole_array():
     assert within(masks[:, 0, 0].mean(), 0.7, np.sqrt(0.3 * 0.7 / 10_000))
 
 
+def test_shared_axes_do_not_count_those_that_stack(key):
+    p = rpx.WeightDropout(0.5, broadcast_dims=0, stacked=0)
+    mask = applied(p, np.ones((3, 4, 200), np.float32), key) != 0
+    np.testing.assert_array_equal(mask, np.broadcast_to(mask[:, :1], mask.shape))
+    assert not np.array_equal(mask[0, 0], mask[1, 0])
+    assert 0.3 < mask.mean() < 0.7
+
+
+def test_a_rate_and_a_standard_deviation_of_two_stages_stay_in_their_range():
+    nearly = rpx.WeightDropout(1 - 1e-9)
+    merged = nearly.merged_with(nearly)
+    assert 1 - 1e-9 < merged.rate < 1
+    assert rpx.WeightDropout(0.5).merged_with(rpx.WeightDropout(0.25)).rate == 0.625
+    stds = [(3.0, 4.0), (-3.0, 4.0), (3.0, -4.0), (-3.0, -4.0), (0.0, -2.0)]
+    wants = [5, 5, 5, -5, 2]
+    assert [_noise._root_of_squares(a, b) for a, b in stds] == wants
+    np.testing.assert_array_equal(jax.jit(lambda a, b: _noise._root_of_squares(a, b))(*np.float32(stds).T), wants)
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
+def test_a_traced_rate_has_at_least_single_precision(dtype, kept):
+    with jax.enable_x64():
+        rate = jax.ShapeDtypeStruct((), dtype)
+        assert jax.eval_shape(_noise._keep_probability, rate).dtype == kept
+
+
+@pytest.mark.parametrize("p", [rpx.VarNoise(1.0), rpx.WeightDropout(0.5)], ids=repr)
+def test_the_formula_by_itself_draws_and_perturbs(p, key, w):
+    one, again, other = (np.asarray(p.apply_leaf(jnp.asarray(w), k)) for k in (key, key, jax.random.key(1)))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(one, w)
+
+
 # ---- neighbours on one array draw once
 
 
@@ -159,6 +194,11 @@ ONE = {"w": np.ones((4, 3), np.float32)}
             rpx.WeightDropout(0.5, broadcast_dims=(0, -1)) >> rpx.WeightDropout(0.5, broadcast_dims=[0, -1]),
             rpx.WeightDropout(0.75, broadcast_dims=(0, -1)),
             id="axes",
+        ),
+        pytest.param(
+            rpx.Chain((rpx.WeightDropout(0.5, broadcast_dims=0, stacked=0, where="w"),) * 2),
+            rpx.WeightDropout(0.75, broadcast_dims=0, stacked=0, where="w"),
+            id="axes of stacked arrays",
         ),
     ],
 )
@@ -206,6 +246,9 @@ class Clipped(rpx.VarNoise):
         rpx.VarNoise(0.1) >> Clipped(0.1),
         rpx.WeightDropout(0.5, broadcast_dims=0) >> rpx.WeightDropout(0.5),
         rpx.WeightDropout(0.5) >> rpx.VarNoise(3),
+        rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="max"),
+        rpx.VarNoise(0.1, relative="max") >> rpx.VarNoise(0.1),
+        rpx.WeightDropout(0.5, broadcast_dims=0, stacked=0, where="w") >> rpx.WeightDropout(0.5, broadcast_dims=0),
     ],
     ids=repr,
 )

@@ -1,7 +1,9 @@
 """The norm of a convolution as a map, against the singular values of its dense matrix, made entry by entry."""
 
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,6 +64,108 @@ CASES = {
     ),
     "groups": ({"feature_group_count": 2}, (1, 1), ((1, 1), (1, 1)), "constant", {"groups": 2}),
 }
+
+
+EVEN = normal(2, 4, 2, 4)
+
+
+@functools.cache
+def of_one_image():
+    """What each convolution makes of an image, and its adjoint of one that comes out, by one program."""
+    stages = {name: rpx.SpectralNorm(columns=-1, input_shape=(6, 7), **row[0]) for name, row in CASES.items()}
+
+    @jax.jit
+    def each():
+        found = {}
+        for name, p in stages.items():
+            kernel, image = normal(3, 3, 2, 4), normal(6, 7, p.feature_group_count * 2, seed=1)
+            if name == "pairs":
+                kernel, image = ((x + 1j * x[::-1]).astype(np.complex64) for x in (kernel, image))
+            kernel, image = jnp.asarray(kernel), jnp.asarray(image)
+            out = p._convolution(kernel, image)
+            found[name] = out, p._convolution.adjoint(kernel, out)
+        found["even"] = stages["circular"]._convolution(jnp.asarray(EVEN), jnp.asarray(normal(6, 7, 2, seed=1)))
+        return found
+
+    return jax.tree.map(np.asarray, each())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_and_its_adjoint_are_the_products_with_the_dense_matrix(name):
+    given, strides, padding, mode, rest = CASES[name]
+    kernel, image = normal(3, 3, 2, 4), normal(6, 7, 2 * given.get("feature_group_count", 1), seed=1)
+    matrix = dense(kernel, (6, 7), strides, padding, mode, **rest)
+    if name == "pairs":  # of complex numbers
+        matrix, image = matrix + 1j * dense(kernel[::-1], (6, 7), strides, padding, mode), image + 1j * image[::-1]
+    out, back = of_one_image()[name]
+    np.testing.assert_allclose(out.ravel(), matrix @ image.ravel(), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(back.ravel(), matrix.conj().T @ out.ravel(), rtol=1e-4, atol=1e-3)
+
+
+def test_a_circular_convolution_of_an_even_size_has_the_longer_half_behind():
+    matrix = dense(EVEN, (6, 7), (1, 1), ((0, 1), (1, 2)), "wrap")
+    want = matrix @ normal(6, 7, 2, seed=1).ravel()
+    np.testing.assert_allclose(of_one_image()["even"].ravel(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("columns", "input_shape", "order"),
+    [
+        (-1, (4, 4), (0, 1, 2, 3)),
+        (None, (4, 4), (0, 1, 2, 3)),
+        (0, (4, 4), (2, 3, 1, 0)),
+        (-4, (4, 4), (2, 3, 1, 0)),
+        (0, 5, (2, 1, 0)),
+        ((2, 1), None, (0, 1, 2)),
+        ((0, 2), None, (1, 0, 2)),
+    ],
+)
+def test_a_kernel_has_its_inputs_and_outputs_last_and_a_matrix_its_axes_in_order(columns, input_shape, order):
+    w = normal(*range(2, 2 + len(order)))
+    p = rpx.SpectralNorm(columns=columns, input_shape=input_shape)
+    want = w.transpose(order)
+    if input_shape is None:
+        want = want.reshape(want.shape[0], -1)
+    np.testing.assert_array_equal(p._matrix(w), want)
+
+
+def test_vectors_of_one_and_three_axes_have_the_shapes_of_the_images():
+    for shape, input_shape, given, v, u in (
+        ((3, 2, 4), 6, {"padding": "VALID"}, (6, 2), (4, 4)),
+        ((3, 2, 4), 6, {"strides": (2,), "padding": ((1, 1),)}, (6, 2), (3, 4)),
+        ((2, 2, 2, 2, 3), (3, 4, 5), {"padding": "VALID", "kernel_dilation": [1, 1, 2]}, (3, 4, 5, 2), (2, 3, 3, 3)),
+    ):
+        p = rpx.SpectralNorm(columns=-1, input_shape=input_shape, **given)
+        raw = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct(shape, np.float32)})
+        fixed = raw["w"]["@spectral_norm"]["@fixed"]
+        assert (fixed["v"].shape, fixed["u"].shape) == (v, u)
+
+
+def test_a_stage_of_convolutions_selects_those_of_its_dimensions():
+    shapes = {"conv/kernel": (3, 3, 2, 4), "dense/kernel": (2, 4), "cube/kernel": (3, 3, 3, 2, 4), "conv/bias": (4,)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    raw = jax.eval_shape(rpx.SpectralNorm(columns=-1, input_shape=(8, 8)).init, params)
+    assert [name for name, node in raw.items() if isinstance(node, dict)] == ["conv/kernel"]
+    (plain,) = [name for name, shape in shapes.items() if rpx.SpectralNorm().default(params[name]) and len(shape) == 2]
+    assert plain == "dense/kernel"
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({"input_shape": 6}, {"input_shape": (6,)}),
+        ({"input_shape": [6, np.int64(7)]}, {"input_shape": (6, 7)}),
+        ({"input_shape": 6, "strides": [2]}, {"strides": (2,)}),
+        ({"input_shape": 6, "padding": [[1, 0]]}, {"padding": ((1, 0),)}),
+        ({"input_shape": 6, "padding": 0}, {"padding": 0}),
+        ({"input_shape": 6, "padding": "CIRCULAR"}, {"padding": "CIRCULAR"}),
+    ],
+    ids=str,
+)
+def test_lists_are_the_same_as_tuples_and_a_size_as_a_tuple_of_it(given, held):
+    p = rpx.SpectralNorm(**given)
+    assert {name: getattr(p, name) for name in held} == held
+    assert rpx.SpectralNorm(**{**given, **held}) == p
 
 
 @pytest.mark.parametrize("name", mostly_thorough(CASES, "no zeros"))

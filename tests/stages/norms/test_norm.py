@@ -279,6 +279,12 @@ def test_spectral_norm_apply_takes_the_singular_vectors_as_they_are():
     np.testing.assert_allclose(got, w / (u @ matrix(w).real @ v), rtol=1e-5)
 
 
+def test_spectral_norm_of_complex_numbers_divides_by_the_real_part_between_any_vectors():
+    w, u, v = rotated(6, 4), unit(4) + 1j * unit(4, seed=1), unit(6, seed=2) + 1j * unit(6, seed=3)
+    got = read(rpx.SpectralNorm(), spectral(w, *(x.astype(np.complex64) for x in (u, v))))
+    np.testing.assert_allclose(got, w / (u.conj() @ w.T @ v).real, rtol=1e-4)
+
+
 def test_spectral_norm_of_a_zero_matrix_is_zero_before_and_after_an_update():
     p = rpx.SpectralNorm()
     raw = started(p, np.zeros((6, 4), np.float32))

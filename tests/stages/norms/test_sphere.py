@@ -1,5 +1,7 @@
 """Spheres, balls and standardized weights against their formulas in numpy, in double precision."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,7 +147,9 @@ def test_max_norm_lets_weights_that_have_left_the_ball_become_shorter():
 
 @pytest.mark.parametrize("curvature", [0.5, 1.0, 2.0])
 def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
-    v = np.concatenate([normal(5, 3), normal(5, 3, scale=1e-3), normal(5, 3, scale=1e-20), np.zeros((1, 3))])
+    v = np.concatenate(
+        [normal(5, 3), normal(5, 3, scale=1e-3), normal(5, 3, scale=4e-5), normal(5, 3, scale=1e-20), np.zeros((1, 3))]
+    )
     s = np.sqrt(curvature) * length(v, -1)
     with jax.enable_x64():
         p = rpx.norms.PoincareBall(curvature, along=-1)
@@ -242,6 +246,99 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
     np.testing.assert_array_equal(read(p, raw), np.zeros((3, 2)))
     slope = pulled(p, raw, np.eye(3, 2, dtype=np.float32))["@weight_norm"]["g"]
     np.testing.assert_allclose(slope, [[-np.sqrt(0.5), 0]], atol=1e-6)
+
+
+# ---- all of them, by one program
+
+
+def poincare(v, axes, curvature=1.0):
+    s = np.sqrt(curvature) * length(v, axes)
+    return np.tanh(s) * v / np.where(s == 0, 1, s)
+
+
+def logarithm(w, axes, curvature=1.0):
+    s = np.sqrt(curvature) * length(w, axes)
+    return np.arctanh(s) * w / np.where(s == 0, 1, s)
+
+
+CUBE, COMPLEX = normal(3, 4, 5), rotated(4, 3)
+CONSTANT = np.where(np.arange(5) == 1, np.float32(2), CUBE)  # of which the second channel is
+RAMP = np.where(np.arange(5) == 1, np.linspace(-1, 1, 12).reshape(3, 4, 1), CUBE)
+ZEROS = np.float32([[3, 4], [0, 0]])
+SMALL, LARGE = np.float32(0.1) * CUBE, np.float32(1e37) * (3 + CUBE)  # whose sum overflows
+# Of each stage the array that it starts from, the raw value of it, and the effective array.
+STARTS = {
+    "sphere beside zeros": (
+        rpx.norms.Sphere(2.0, along=-1),
+        ZEROS,
+        [[3, 4], [1, 1]],
+        [[1.2, 1.6], [np.sqrt(2), np.sqrt(2)]],
+    ),
+    "sphere of columns": (rpx.norms.Sphere(along=0), COMPLEX, COMPLEX, COMPLEX / length(COMPLEX, 0)),
+    "ball of two axes": (rpx.norms.MaxNorm(2.0, axis=1), CUBE, *[CUBE * np.minimum(1, 2 / length(CUBE, (0, 2)))] * 2),
+    "poincare, whole": (
+        rpx.norms.PoincareBall(0.5, along=None),
+        SMALL,
+        logarithm(SMALL, (0, 1, 2), 0.5),
+        SMALL,
+    ),
+    "poincare, two axes": (rpx.norms.PoincareBall(along=(0, 2)), SMALL, logarithm(SMALL, (0, 2)), SMALL),
+    "standard beside equal": (rpx.norms.WeightStandardization(axis=-1), CONSTANT, RAMP, standardized(RAMP, (0, 1))),
+    "standard rows": (rpx.norms.WeightStandardization(axis=0), CUBE, CUBE, standardized(CUBE, (1, 2))),
+    "standard, whole": (rpx.norms.WeightStandardization(axis=None), COMPLEX, COMPLEX, standardized(COMPLEX, (0, 1))),
+    "standard, large": (
+        rpx.norms.WeightStandardization(axis=None),
+        LARGE,
+        LARGE,
+        standardized(LARGE.astype(float), (0, 1, 2)),
+    ),
+    "standard, two axes": (
+        rpx.norms.WeightStandardization(axis=(0, 2)),
+        CUBE,
+        CUBE,
+        standardized(CUBE.astype(float), 1),
+    ),
+    "standard, none": (rpx.norms.WeightStandardization(axis=-1), *[np.zeros((2, 0), np.float32)] * 3),
+    "sphere by name": (rpx.norms.Sphere(where="kernel"), COMPLEX, COMPLEX, COMPLEX / length(COMPLEX, 0)),
+    "ball by name": (
+        rpx.norms.MaxNorm(1.0, where="kernel"),
+        COMPLEX,
+        *[COMPLEX / np.maximum(1, length(COMPLEX, 0))] * 2,
+    ),
+    "poincare by name": (rpx.norms.PoincareBall(where="kernel"), ZEROS / 10, logarithm(ZEROS / 10, 1), ZEROS / 10),
+}
+
+
+@functools.cache
+def all_started():
+    chains = {name: p for name, (p, *_) in STARTS.items()}
+
+    @jax.jit
+    def each(ws):
+        raws = {name: p.init({"kernel": ws[name]}) for name, p in chains.items()}
+        values = {name: raw["kernel"][f"@{chains[name].kind}"]["v"] for name, raw in raws.items()}
+        return values, {name: p.apply(raws[name])["kernel"] for name, p in chains.items()}
+
+    return jax.tree.map(np.asarray, each({name: w for name, (_, w, *_) in STARTS.items()}))
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_stage_starts_with_its_vector_at_its_point(name):
+    (_, w, vector, point), found = STARTS[name], [group[name] for group in all_started()]
+    assert [x.dtype for x in found] == [w.dtype] * 2
+    np.testing.assert_allclose(found[0], vector, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], point, rtol=2e-5, atol=1e-6)
+
+
+def test_max_norm_of_a_vector_of_zeros_has_finite_gradients_of_the_norm_too():
+    v = np.float32([[0, 3], [0, 4]])
+
+    def total(v, largest):
+        return jnp.sum(rpx.norms.MaxNorm(largest, axis=-1).apply({"w": {"@max_norm": {"v": v}}})["w"])
+
+    slope, of_norm = jax.jit(jax.grad(total, (0, 1)))(v, 1.0)
+    np.testing.assert_array_equal(np.asarray(slope)[:, 0], [1, 1])
+    np.testing.assert_allclose(of_norm, 2 * (3 + 4) / 25, rtol=1e-6)
 
 
 # ---- errors

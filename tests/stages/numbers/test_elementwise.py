@@ -1,6 +1,7 @@
 """Maps of numbers and probabilities against numpy, scipy and optax."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +63,12 @@ def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
     assert near == [True, True]
 
 
+def test_a_tolerance_of_positive_numbers_is_a_share_of_the_largest():
+    p = rpx.Positive()
+    nearly = jax.jit(lambda w: p.contains(w, 0.01))
+    assert [bool(nearly(np.float32([10, 5, least]))) for least in (-0.09, -0.11)] == [True, False]
+
+
 # ---- Bounded
 
 
@@ -90,7 +97,8 @@ def test_numbers_between_the_bounds_are_members():
     p = rpx.numbers.Bounded(-1, 3)
     numbers = np.array([[-1.0, 3.0], [0.0, 3.001], [-1.001, 0.0]], np.float32)
     assert [bool(contained(p, w)) for w in numbers] == [True, False, False]
-    assert p.contains(np.array([3.1], np.float32), 0.03)
+    for beyond in (3.1, -1.1):  # by a fortieth of their distance
+        assert [bool(p.contains(np.float32([0, beyond]), share)) for share in (0.024, 0.026)] == [False, True]
     assert jax.jit(lambda key: p.contains(p.sample(key, (100,))))(jax.random.key(0))
 
 
@@ -135,6 +143,27 @@ def test_samples_of_the_simplex_are_uniform(key):
     np.testing.assert_allclose((points > 0.05).mean(0), 0.95**2, atol=5 * np.sqrt(0.95**2 * (1 - 0.95**2) / 4096))
 
 
+# Of each the axis, the weights, and the point where they start.
+STARTS = {
+    "the first axis": (0, np.float32([[0.25, 2], [0.75, 1]]), [[0.25, 1], [0.75, 0]]),
+    "an axis in the middle": (1, np.float32([[[3, 0.5], [1, 0.5]]]), [[[1, 0.5], [0, 0.5]]]),
+    "one number": (-1, np.float32([[7], [-7]]), [[1], [1]]),
+    "no vector": (-1, np.zeros((0, 3), np.float32), np.zeros((0, 3))),
+    "no number": (-1, np.zeros((3, 0), np.float32), np.zeros((3, 0))),
+}
+
+
+@functools.cache
+def simplices():
+    each = jax.jit(lambda ws: {name: rpx.numbers.Simplex(along=STARTS[name][0]).project(w) for name, w in ws.items()})
+    return jax.tree.map(np.asarray, each({name: w for name, (_, w, _) in STARTS.items()}))
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_simplex_projects_along_any_axis(name):
+    np.testing.assert_allclose(simplices()[name], STARTS[name][2], atol=1e-6)
+
+
 # ---- Scale
 
 
@@ -175,6 +204,11 @@ def test_elementwise_is_the_pair_of_functions():
     assert [bool(contained(q, w)) for w in numbers] == [True, False]
 
 
+def test_elementwise_starts_where_its_inverse_is_a_number():
+    p = rpx.numbers.Elementwise(jnp.exp, jnp.log)
+    np.testing.assert_allclose(p.init({"w": np.float32([1, np.e])})["w"]["@elementwise"]["x"], [0, 1], atol=1e-6)
+
+
 # ---- numbers that would never train
 
 
@@ -186,6 +220,7 @@ def test_elementwise_is_the_pair_of_functions():
         (rpx.Positive("square"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
         (rpx.numbers.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
         (rpx.numbers.Simplex(), [0.0, -3.0, 0.1, 0.1, 0.2, 0.2, 0.4], 2),
+        (rpx.numbers.Simplex(), [-3.0, -0.1, -0.2], 1),
         (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, -0.9, 0.1, 0.9, 0.99], 2),
         (rpx.numbers.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 0.1, 0.2, 0.5, 1.0, 2.0], 1),
     ],
@@ -206,6 +241,16 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     # Those that are refused come first, and are flat to within rounding; no other is.
     assert np.all(slopes[:flat] < 1e-7)
     assert np.all(slopes[flat:] > 1e-7)
+
+
+def of_soft_sign(w):
+    return w / (1 - jnp.abs(w))
+
+
+def test_init_refuses_numbers_that_an_inverse_takes_to_infinity():
+    p = rpx.numbers.Elementwise(jax.nn.soft_sign, of_soft_sign)  # whose derivative there is no number
+    with pytest.raises(ValueError, match="but 1 of 2 are outside it or on its boundary"):
+        p.init({"w": np.float32([1.0, 0.5])})
 
 
 def straight_through(x):

@@ -75,6 +75,17 @@ def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_d
     np.testing.assert_allclose(volume, want, rtol=1e-4)
 
 
+def test_the_volumes_of_the_simplices_along_an_axis_add_up():
+    x = normal(3, 4)
+    whole, *each = jax.jit(
+        lambda x: [
+            rpx.numbers.Simplex(along=axis).log_det({"w": {"@simplex": {"x": x}}})
+            for axis, x in [(0, x), *((-1, column) for column in x.T)]
+        ]
+    )(x)
+    np.testing.assert_allclose(whole, sum(map(float, each)), rtol=1e-6)
+
+
 def test_frozen_values_do_not_count():
     params = {name: np.full(n, np.e, np.float32) for name, n in (("a", 2), ("b", 3))}
     p = rpx.Freeze(where="b") >> rpx.Positive("exp")

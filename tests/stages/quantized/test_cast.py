@@ -30,7 +30,10 @@ def test_a_dtype_is_stored_by_its_name():
     assert rpx.quantized.Cast(np.float16).dtype == "float16"
 
 
-@pytest.mark.parametrize(("dtype", "got"), [("foo", "'foo'"), (None, "None"), ("int32", "'int32'"), (bool, "'bool'")])
+@pytest.mark.parametrize(
+    ("dtype", "got"),
+    [("foo", "'foo'"), (None, "None"), ("int32", "'int32'"), ("complex64", "'complex64'"), (bool, "'bool'")],
+)
 def test_what_is_no_floating_dtype_is_refused(dtype, got):
     with raises(TypeError, f"Cast takes a floating dtype or its name, such as 'bfloat16', but got {got}."):
         rpx.quantized.Cast(dtype)

@@ -123,7 +123,11 @@ def test_what_is_not_finite_is_not_hidden(value):
         ways = {name: rpx.FakeQuantized(name) for name in names} | {
             name: rpx.FakeQuantized(name, calibration_method=fit) for name, fit in fits.items()
         }
-        return {name: p.apply({"w": w})["w"] for name, p in ways.items()}
+        found = {name: p.apply({"w": w})["w"] for name, p in ways.items()}
+        return found | {
+            "negated": ways["uint4"].apply({"w": -w})["w"],
+            "least": ways["gguf:q4_1"].apply({"w": -w})["w"],
+        }
 
     for name, got in each(w).items():
         assert np.isnan(got[3, 1]), name

@@ -206,6 +206,23 @@ def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     np.testing.assert_allclose(effective(p, init(p, w))["w"], w["w"], rtol=1e-6)
 
 
+def test_a_learned_step_divides_all_numbers_that_the_format_has_and_its_sign_does_not_matter():
+    eight, four = (rpx.FakeQuantized(name, axis=-1, step="learned") for name in ("int8", "int4"))
+    w = np.float32(0.37) * np.random.default_rng(0).integers(-128, 120, (64, 2)).astype(np.float32)
+    beyond = np.float32([[8, 8], [3, -1], [-8, -7]])  # eight is no number of four bits, though minus eight is
+
+    @jax.jit
+    def each(w, beyond):
+        values = eight.init({"w": w})["w"]["@fake_quantized"]
+        turned = {"w": {"@fake_quantized": values | {"step": -values["step"]}}}
+        return values["step"], eight.apply(turned)["w"], four.init({"w": beyond})["w"]["@fake_quantized"]["step"]
+
+    step, rounded, longer = each(w, beyond)
+    np.testing.assert_allclose(step, np.full((1, 2), 0.37), rtol=1e-6)
+    np.testing.assert_allclose(rounded, w, rtol=1e-6)
+    np.testing.assert_allclose(longer, np.full((1, 2), 8 / 7), rtol=1e-6)
+
+
 def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
     p = rpx.FakeQuantized("nf4", block_size=2, double_quant=True)

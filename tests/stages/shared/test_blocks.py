@@ -10,6 +10,7 @@ from grids import mostly_thorough
 from jax.experimental import rnn
 
 import reparax as rpx
+from reparax.stages.shared import _cells
 from reparax.stages.shared._cells import LAYOUTS
 from reparax.testing import check_laws
 
@@ -296,23 +297,6 @@ def params_of(name):
     return {"cell": cell(name), "other": B}
 
 
-@jax.jit
-def all_parts(params):
-    """The raw tree of each layout."""
-    return {name: rpx.shared.Pack(name, where="cell", sizes=sizes(name)).init(params[name]) for name in LAYOUTS}
-
-
-def test_the_parts_of_every_layout_stand_where_its_library_has_them():
-    values = {k: v for x in (GATES, ATTENTION) for k, v in x.items()}
-    for name, raw in all_parts({name: params_of(name) for name in LAYOUTS}).items():
-        parts = {k: v for leaf in nodes(raw["cell"]) for k, v in leaf["@pack"].items()}
-        same(
-            parts,
-            {k: attention(k) if name == "torch.attention" and "value" in k else values[k] for k in parts}
-            | torch_out(name),
-        )
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_keeps_the_laws(name):
@@ -328,6 +312,92 @@ def nodes(tree):
 
 def torch_out(name):
     return {"out": ATTENTION["out"][:, :KEY]} if name == "torch.attention" else {}
+
+
+@pytest.fixture
+def by_numpy(monkeypatch):
+    """Blocks of arrays of numpy, which need no program."""
+    monkeypatch.setattr(_cells, "jnp", np)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_values_of_a_layout_stand_where_the_library_has_them(by_numpy, name):
+    arrays, held = cells()[name], GATES | ATTENTION
+    if name == "torch.attention":
+        held = held | {x: attention(x) for x in ("value", "value_bias")} | torch_out(name)
+    values = _cells.read_values(LAYOUTS[name], arrays, dict(sizes(name)))
+    same(values, {value: held[value] for value in values})
+    assert sum(x.size for x in values.values()) == sum(x.size for x in arrays.values())
+    same(_cells.write_arrays(LAYOUTS[name], values, {}), arrays)
+
+
+def test_layouts_of_attention_hold_the_same_values_but_for_the_size_of_those_of_torch(by_numpy):
+    names = ["flax.attention", "equinox.attention", "returnn.attention"]
+    for a in names:
+        for b in names:
+            same(rpx.shared.convert(cell(a), a, b, **SIZES), cell(b))
+    dotted = {path.replace("/", "."): x for path, x in cells()["torch.attention"].items()}
+    there = rpx.shared.convert(dotted, "torch.attention", "equinox.attention", heads=HEADS)
+    same(there["output_proj"]["weight"], ATTENTION["out"][:, :KEY].reshape(-1, 6).T)
+    same(rpx.shared.convert(there, "equinox.attention", "torch.attention", heads=HEADS), cell("torch.attention"))
+
+
+HEAD_A, HEAD_B = normal(5, 2, 3, seed=1), normal(5, 2, 4, seed=2)
+OF_NUMPY = {
+    "parts in each head": (
+        rpx.shared.Concat(("a: n heads 3", "b: n heads 4"), axis=1, per="heads"),
+        {"heads": 2},
+        {"a": HEAD_A, "b": HEAD_B},
+        np.concatenate([HEAD_A, HEAD_B], 2).reshape(5, 14),
+    ),
+    "parts in each head, first": (
+        rpx.shared.Concat(("a: heads 3 n", "b: heads 4 n"), per="heads"),
+        {"heads": 2},
+        {"a": HEAD_A.transpose(1, 2, 0), "b": HEAD_B.transpose(1, 2, 0)},
+        np.concatenate([HEAD_A.transpose(1, 2, 0), HEAD_B.transpose(1, 2, 0)], 1).reshape(14, 5),
+    ),
+    "parts in a number of pieces": (
+        rpx.shared.Concat(("a: 2 3", "b: 2 4"), per="2"),
+        {},
+        {"a": HEAD_A[0], "b": HEAD_B[0]},
+        np.concatenate([HEAD_A[0], HEAD_B[0]], 1).reshape(14),
+    ),
+    "parts in each head of one of two": (
+        rpx.shared.Concat((rpx.shared.Concat(("a: heads 3", "b: heads m"), per="heads"), "c: 5")),
+        {"heads": 2},
+        {"a": HEAD_A[0], "b": HEAD_B[0], "c": HEAD_A[:, 0, 0]},
+        np.concatenate([np.concatenate([HEAD_A[0], HEAD_B[0]], 1).ravel(), HEAD_A[:, 0, 0]]),
+    ),
+    "blocks along the same axis": (
+        rpx.shared.Concat((rpx.shared.Concat(("a: 3 4", "b: n 4")), rpx.shared.Concat(("c: 1 4", "d: n 4")))),
+        {},
+        {
+            name: normal(size, 4, seed=size + i)
+            for i, (name, size) in enumerate({"a": 3, "b": 2, "c": 1, "d": 2}.items())
+        },
+        None,
+    ),
+    "equal sizes stay in order": (
+        rpx.shared.Concat(("a: 2 2 -> (2 2)", "b: n n' n -> (n' n n)")),
+        {"n": 2},
+        {"a": HEAD_A[0, :, :2], "b": normal(2, 2, 2, seed=3)},
+        np.concatenate([HEAD_A[0, :, :2].ravel(), normal(2, 2, 2, seed=3).transpose(1, 0, 2).ravel()]),
+    ),
+    "two unknown sizes of one kind": (
+        rpx.shared.Concat(("a: 2 h", "b: h h'", "c: h -> 1 h")),
+        {},
+        {"a": normal(2, 3), "b": normal(3, 3, seed=1), "c": normal(3, seed=2)},
+        np.concatenate([normal(2, 3), normal(3, 3, seed=1), normal(3, seed=2)[None]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_values_in_pieces_and_of_equal_sizes_are_cut_and_joined(by_numpy, name):
+    block, known, values, array = OF_NUMPY[name]
+    array = np.concatenate(list(values.values())) if array is None else array
+    same(_cells.cut_values(block, array, dict(known)), values)
+    same(_cells.join_values(block, values, {}), array)
 
 
 def there_and_back(tree, a, b):
@@ -401,6 +471,26 @@ def test_a_file_that_keeps_no_empty_dicts_is_read():
 @pytest.mark.parametrize(("order", "same_as"), [("ifco", "ifgo"), ("cifo", "gifo"), ("icfo", "igfo")])
 def test_the_cell_gate_may_be_called_c(order, same_as):
     assert rpx.shared.gates("input", order) == rpx.shared.gates("input", same_as)
+
+
+def test_a_raw_array_has_the_name_of_its_path_with_underscores_and_stands_at_its_first_value():
+    block = rpx.shared.Concat(("b: 2", "c: 3"))
+    p = rpx.shared.Split({"x/y.z": "a: 4", "w": block}, model={"p/q": "c: 3", "r": "a: 4", "s": "b: 2"}, where="cell")
+    params = {"cell": {"p": {"q": jnp.ones(3)}, "r": jnp.ones(4), "s": jnp.ones(2)}}
+    raw = jax.eval_shape(p.init, params)
+    assert jax.tree.map(jnp.shape, raw["cell"]) == {
+        "p": {"q": {"@split": {}}},
+        "r": {"@split": {"x_y_z": (4,)}},
+        "s": {"@split": {"w": (5,)}},
+    }
+    assert jax.tree.map(jnp.shape, jax.eval_shape(p.apply, raw)) == jax.tree.map(jnp.shape, params)
+    assert p.raw_paths(params) == {"cell/p/q": "cell/s/w", "cell/r": "cell/r/x_y_z", "cell/s": "cell/s/w"}
+
+
+def test_sizes_are_the_same_in_any_order():
+    p = rpx.shared.Pack("returnn.attention", sizes={"key": 3, "heads": 2})
+    assert p == rpx.shared.Pack("returnn.attention", sizes=[("heads", np.int64(2)), ("key", 3)])
+    assert repr(p) == "Pack('returnn.attention', sizes={'heads': 2, 'key': 3})"
 
 
 # ---- The AWD-LSTM case, and the flat vector of cuDNN.

@@ -65,6 +65,7 @@ def test_a_target_may_be_a_regular_expression_whose_groups_its_source_names(ties
 EQUAL = {
     "integers": (np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32), True),
     "other integers": (np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)[::-1].copy(), False),
+    "large integers": (np.array([1, 10**9]), np.array([1, 10**9 + 1]), False),
     "booleans": (np.array([True, False]), np.array([True, False]), True),
     "keys": (jax.random.key(0), jax.random.key(0), True),
     "other keys": (jax.random.key(0), jax.random.key(1), False),
@@ -225,6 +226,28 @@ def test_two_adapters_share_a_factor():
         want = k["@fixed"]["w"] + np.asarray(q["a"], np.float64) @ np.asarray(k["b"])
         np.testing.assert_allclose(p.fold(moved)[layer]["k"], want, rtol=1e-5)
     assert set(p.raw_paths(params).values()) == {"0/q", "0/k", "1/q", "1/k"}  # each has a base of its own
+
+
+def test_each_raw_value_of_a_tied_array_is_that_of_its_source():
+    p = rpx.Tie({"q": "k"}, unequal="overwrite") >> rpx.LowRank(2, where="[kq]")
+    params = {name: normal(4, 3, seed=i) for i, name in enumerate("kq")}
+    raw = p.init(params)
+    assert places(raw) == ["q/@low_rank/u", "q/@low_rank/v"]
+    effective = p.fold(raw)
+    np.testing.assert_array_equal(effective["q"], effective["k"])
+    assert p.raw_paths(params) == {"k": "k", "q": "k"}
+
+
+def test_a_tie_may_be_named_before_that_of_its_source():
+    w = normal(3)
+    p = rpx.Tie({"d": (("b", "c"), jnp.add), "c": "b", "b": ("a", jnp.negative)}, unequal="overwrite")
+    effective = p.apply(p.init(dict.fromkeys("abcd", w)))
+    np.testing.assert_array_equal([effective[name] for name in "abcd"], [w, -w, -w, -2 * w])
+
+
+def test_a_tie_of_a_pair_with_none_and_ties_in_a_list_are_those_of_a_dict():
+    pair = rpx.Tie({"a": ("b", None)})
+    assert pair == rpx.Tie({"a": "b"}) == rpx.Tie((("a", "b", None),)) == rpx.Tie([("a", "b")])
 
 
 # ---- Owners.

@@ -72,7 +72,19 @@ def test_freeze_leaves_codes_alone_and_freezes_what_is_beside_them():
     assert set(like["bias"]) == {"@freeze"}
 
 
+def test_freeze_takes_the_base_of_an_adapter_and_codes_that_are_floating_numbers():
+    params = {"w": jax.ShapeDtypeStruct((4, 3), np.float32)}
+    raw = jax.eval_shape((rpx.Freeze() >> rpx.LoRA(2)).init, params, jax.random.key(0))
+    assert set(raw["w"]["@lora"]["@fixed"]["w"]) == {"@freeze"}
+    raw = jax.eval_shape((rpx.Freeze() >> rpx.Quantized("float8_e4m3fn")).init, params)
+    assert set(raw["w"]["@quantized"]["@fixed"]["q"]) == {"@freeze"}
+
+
 ERRORS = {
+    "whole numbers": (
+        lambda: rpx.Freeze(where="n").init({"n": np.ones(2, np.int32)}),
+        "Freeze(where='n').init at 'n': expected a floating or complex array, got int32. Exclude it with `where`.",
+    ),
     "no array": (
         lambda: rpx.Freeze().init({}),
         "Freeze().init selects nothing: the tree holds no array. Pass the model's parameters.",

@@ -13,6 +13,8 @@ from errors import table
 import reparax as rpx
 from reparax.stages.sparse import _sparse
 
+KEY = jax.random.key(0)
+
 
 def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
     return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
@@ -227,6 +229,69 @@ def test_random_pruning_takes_a_given_number_at_random(key):
     np.testing.assert_allclose(masks.mean(), 0.7, rtol=1e-6)
     np.testing.assert_allclose(masks.mean((0, 2)), 0.7, atol=5 * np.sqrt(0.21 / 2500))
     np.testing.assert_allclose(masks.mean(0).var(), 0.21 / 50, rtol=5 * np.sqrt(2 / 2000))
+
+
+COLUMNS = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
+HOLES = np.float32([[0, 5, 0, -1], [2, 0, 3, 0]])
+LONG, LARGE = np.float32([[3, 4, 0.1], [3, 0.1, 0.1], [3, 0.1, 4.1]]), np.float32([[3, 0, 0], [2.9, 2, 2], [0, 2.9, 2]])
+EVEN = np.float32([[3, 0, 0], [2.9, 2.9, 2.9], [1, 1, 1]])
+# Of each stage the weights, and those that it starts with or, with ``project``, those of the nearest point.
+KEPT = {
+    "at random, a column": (rpx.sparse.RandomPruning(count=1, axis=-1), "fold", COLUMNS, COLUMNS),
+    "at random, holes": (rpx.sparse.RandomPruning(0.5), "fold", HOLES, HOLES),
+    "of holes, a half": (rpx.sparse.RandomPruning(count=6), "project", HOLES, [[0, 5, 0, 0], [0, 0, 3, 0]]),
+    "nearest columns": (rpx.sparse.RandomPruning(count=1, axis=0), "project", LARGE, LARGE * [[0], [1], [1]]),
+    "largest magnitude": (rpx.MagnitudePruning(count=2, axis=0, ord=np.inf), "fold", LARGE, LARGE * [[1], [0], [0]]),
+    "of order eight": (rpx.MagnitudePruning(count=2, axis=0, ord=8), "fold", EVEN, EVEN * [[0], [1], [0]]),
+    "largest norm": (rpx.MagnitudePruning(count=2, axis=0), "fold", LARGE, LARGE * [[0], [1], [0]]),
+    "two axes": (rpx.MagnitudePruning(count=7, axis=(0, 1)), "fold", LONG, LONG * (LONG > 3)),
+    "grown": (rpx.sparse.RigL(count=4), "fold", HOLES, HOLES),
+    "nearest of grown": (rpx.sparse.SET(count=6), "project", HOLES, [[0, 5, 0, 0], [0, 0, 3, 0]]),
+    "groups of columns": (rpx.sparse.NByM(1, 2, where="kernel"), "fold", HOLES, [[0, 5, 0, -1], [2, 0, 3, 0]]),
+}
+
+
+@functools.cache
+def all_kept():
+    @jax.jit
+    def each(ws):
+        return {
+            name: p.project(ws[name]) if how == "project" else p.fold(p.init({"kernel": ws[name]}, KEY))["kernel"]
+            for name, (p, how, *_) in KEPT.items()
+        }
+
+    return jax.tree.map(np.asarray, each({name: w for name, (_, _, w, _) in KEPT.items()}))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_stage_keeps_the_largest_and_drops_zeros_first(name):
+    np.testing.assert_array_equal(all_kept()[name], np.float32(KEPT[name][3]))
+
+
+def test_all_weights_and_slices_may_be_pruned():
+    params = {name: jax.ShapeDtypeStruct((2, 3), np.float32) for name in "ac"}
+    for p in (
+        rpx.MagnitudePruning(count=6),
+        rpx.MagnitudePruning(count=3, axis=1),
+        rpx.sparse.SET(count=6),
+        rpx.sparse.GlobalMagnitudePruning(count=12),
+    ):
+        jax.eval_shape(p.init, params, KEY)
+
+
+def test_prunings_of_different_slices_or_counts_may_follow_each_other():
+    w = jax.ShapeDtypeStruct((4, 4), np.float32)
+    for p in (
+        rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(count=8),
+        rpx.MagnitudePruning(count=8) >> rpx.MagnitudePruning(0.5),
+        rpx.MagnitudePruning(0.5, axis=-1) >> rpx.MagnitudePruning(0.5),
+        rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.5, ord=1),
+        rpx.MagnitudePruning(0.5) >> rpx.Mask(),
+        rpx.MagnitudePruning(0.5, axis=-1) >> rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.25, axis=-1),
+        rpx.MagnitudePruning(0.5, where="w") >> rpx.MagnitudePruning(0.5, where="v"),
+        rpx.MagnitudePruning(0.5, where="w") >> rpx.Mask(where="w") >> rpx.MagnitudePruning(0.5, where="v"),
+    ):
+        jax.eval_shape(p.init, {"w": w, "v": w})
 
 
 @pytest.mark.thorough

@@ -1,5 +1,7 @@
 """RigL and SET against masks worked by hand, and by the sorted lists of the papers' algorithm."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,6 +102,34 @@ def test_numbers_that_are_none_do_not_change_the_density():
     after = p.update(broken, grads={"w": normal(4, 4)})
     assert mask_of(after).sum() == 8
     assert not (np.asarray(p.fold(after)["w"]) == 7.0).any()
+
+
+NONE = float("nan")
+# Weights, of which the last two of six are masked, the scores of where to grow two of four, and the next mask.
+REGROWN = {
+    "no weight": ([4, NONE, 1, 2, 9, 9], [0, 0, 0.1, 0.2, 0, 1], [1, 1, 0, 1, 0, 1]),
+    "no score": ([4, 3, 1, 2, 9, 9], [NONE, 0, 0.1, 0.2, NONE, 1], [1, 1, 0, 1, 0, 1]),
+    "no score at all": ([4, 3, 1, 2, 9, 9], [NONE] * 6, [1, 1, 1, 1, 0, 0]),
+    "scores of zero": ([4, 3, 1, 2, 9, 9], [0] * 6, [1, 1, 1, 1, 0, 0]),
+    "the same weights": ([0, 0, 0, 0, 9, 9], [0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 1]),
+}
+
+
+@functools.cache
+def all_regrown():
+    p = rpx.sparse.RigL(count=2, drop_fraction=0.7)  # of four, that is two
+    mask = jnp.array([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])
+    rows = {name: (np.float32(w), np.float32(scores)) for name, (w, scores, _) in REGROWN.items()}
+    each = jax.jit(lambda rows: {name: p._regrow({"w": w, "mask": mask}, s) for name, (w, s) in rows.items()})
+    return jax.tree.map(np.asarray, each(rows))
+
+
+@pytest.mark.parametrize("name", REGROWN)
+def test_what_is_no_number_changes_no_count_and_what_has_grown_is_zero(name):
+    w, _, mask = REGROWN[name]
+    got = all_regrown()[name]
+    np.testing.assert_array_equal(got["mask"], mask)
+    np.testing.assert_array_equal(got["w"], [*w[:4], *(0 if grown else 9 for grown in mask[4:])])
 
 
 @pytest.mark.parametrize("drop", [-0.5, 1.5, 2.0])

@@ -85,7 +85,8 @@ class Delta(Reparametrization):
         return {"x": jnp.zeros_like(w), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return values["w"] + values["x"]
+        base = widened(values["w"])
+        return (base + values["x"].astype(base.dtype)).astype(values["w"].dtype)
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         squares = jnp.sum(jnp.square(jnp.abs(values["x"])))
@@ -169,7 +170,7 @@ class Gain(Reparametrization):
     min_ndim: ClassVar[int] = 2
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axes = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))
+        axes = () if self.axis is None else count_from_front(self.axis, w)
         return {"w": w, "g": jnp.ones([w.shape[axis] for axis in axes], widened(w).real.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -551,9 +552,10 @@ class VeRA(RowsAndColumns):
         return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w, d, b = values["w"], widened(values["d"]), widened(values["b"])
-        a_random, b_random = self.factors(w)
-        return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
+        x = widened(values["w"])
+        factors = (values["d"], values["b"], *self.factors(x))
+        d, b, a_random, b_random = (factor.astype(x.dtype) for factor in factors)
+        return (x + product(a_random * d[None], b_random) * b[None]).astype(values["w"].dtype)
 
     def factors(self, w: Array) -> tuple[Array, Array]:
         """Draws the random factors A and B from ``seed``, in the shapes that fit the matrix ``w``."""

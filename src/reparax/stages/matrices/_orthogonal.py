@@ -202,7 +202,7 @@ class SpecialOrthogonal(_Orthonormal):
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return super().refuse_leaf(w) or not_square_error(w)
+        return not_square_error(w)
 
     def nearest(self, w: Array) -> Array:
         u, _, vh = jnp.linalg.svd(w)

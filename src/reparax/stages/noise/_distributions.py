@@ -308,7 +308,7 @@ class HardConcrete(Reparametrization):
         shape = tuple(1 if i in self._axes_sharing_gate(w) else size for i, size in enumerate(w.shape))
         initial = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
         log_alpha = jnp.full(shape, initial, x.real.dtype)
-        gated = (x / _mean_gate(log_alpha)).astype(w.dtype)
+        gated = (x / _mean_gate(log_alpha).astype(x.dtype)).astype(w.dtype)
         return {"w": gated, "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
 
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
@@ -339,7 +339,7 @@ class HardConcrete(Reparametrization):
         """Multiplies the weights by the gates. Weights are zero where the mask is zero."""
         x = widened(values["w"])
         open_gate = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
-        return (open_gate.astype(x.real.dtype) * x).astype(values["w"].dtype)
+        return (open_gate.astype(x.dtype) * x).astype(values["w"].dtype)
 
 
 def _mean_gate(log_alpha: Array) -> Array:
