@@ -138,10 +138,12 @@ def test_what_is_wrong_is_told_in_a_sentence(case):
 def test_moments_of_a_mask_itself_stay():
     """A bare optimizer keeps them, as it does not know what is fixed."""
     node = {"w": np.float32([[4, 1], [3, 2]]), "@fixed": {"mask": np.float32([[1, 0], [1, 0]])}}
-    before = {"w": {"@magnitude_pruning": node}}
-    after = {"w": {"@magnitude_pruning": node | {"@fixed": {"mask": np.float32([[1, 1], [0, 0]])}}}}
+    before = {"w": {"@magnitude_pruning": node}, "v": node["w"]}
+    after = before | {"w": {"@magnitude_pruning": node | {"@fixed": {"mask": np.float32([[1, 1], [0, 0]])}}}}
     state = optax.trace(0.9).init(before)._replace(trace=jax.tree.map(np.ones_like, before))
-    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]
+    trace = rpx.training.reset_moments(state, before, after).trace
+    np.testing.assert_array_equal(trace["v"], np.ones((2, 2)))
+    got = trace["w"]["@magnitude_pruning"]
     np.testing.assert_array_equal(got["w"], [[1, 0], [1, 1]])
     np.testing.assert_array_equal(got["@fixed"]["mask"], np.ones((2, 2)))
 
