@@ -108,7 +108,8 @@ def test_a_chain_is_the_composition_of_its_stages():
 def test_nothing_is_frozen_where_no_array_is_floating_and_no_selection_is_given():
     params = {"n": np.arange(3)}
     assert rpx.Freeze().init(params)["n"] is params["n"]
-    for p, tree in ((rpx.Freeze(), {}), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
+    freeze, none = rpx.Freeze(), {"f": abs, "n": None}
+    for p, tree in ((freeze, {}), (freeze, none), (rpx.Freeze(where="w"), params), (rpx.WeightNorm(), params)):
         with pytest.raises(ValueError, match="selects nothing"):
             p.init(tree)
 

@@ -9,9 +9,9 @@ from flax import nnx
 import reparax as rpx
 from reparax.core.axes_at import axes_in_words
 from reparax.core.known_axes import KnownAxes
-from reparax.core.leafwise import candidate_types
+from reparax.core.leafwise import _read_nodes, candidate_types
 from reparax.core.origins import _match_axes, follow_origin, keep_origins, probe_origins
-from reparax.core.raw import describe_places, flatten
+from reparax.core.raw import Node, describe_places, flatten
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,69 @@ def test_types_that_an_array_may_have_of_which_only_raw_values_are_known():
         ((w, of_w),) = candidate_types(stage, at)
         assert (w.shape, of_w) == (shape, stacked)
     assert candidate_types(rpx.WeightNorm(axis=0), leaf) == [(None, ())]
+
+
+def describe_nodes(names):
+    """Leaves with a marker in the place of each array."""
+    leaves = describe_places([(name,) for name in names])
+    for leaf in leaves:
+        leaf.content = Node(leaf.place, "@scale", {})
+    return leaves
+
+
+def test_nodes_of_another_stage_are_left_out_and_of_none_that_can_be_read_the_first_error_is_told():
+    refused = set()
+
+    def read(leaf):
+        if leaf.path in refused:
+            raise ValueError(leaf.path)
+
+    for more, left in (("", "wabc"), ("a", "wbc"), ("c", "wb")):
+        refused.update(more)
+        leaves = describe_nodes("wabc")
+        leaves[0].content = "an array"
+        _read_nodes(leaves, read)
+        assert [leaf.path for leaf in leaves if leaf.content is not None] == list(left)
+    refused.add("b")
+    with pytest.raises(ValueError, match=r"^a$"):
+        _read_nodes([*leaves[:1], *describe_nodes("abc")], read)
+
+
+def test_arrays_share_a_reading_where_what_gives_the_axes_is_the_same():
+    (leaf,) = describe_places([("a", "kernel")])
+    by_path, none = rpx.WeightNorm(axis={"a/.*": 0})._axes_key(leaf), rpx.WeightNorm(axis=-1)._axes_key(leaf)
+    assert (by_path, none) == (("a/kernel", None), (None, None))
+    for stage in rpx.WeightNorm(), rpx.WeightNorm(axis="mlp"):
+        assert stage._axes_key(leaf) == (None, leaf.axes)
+
+
+class Valued(rpx.Reparametrization):
+    """Values of each declaration."""
+
+    raw_values = {
+        "g": rpx.stage.aux(),
+        "m": rpx.stage.main(),
+        "u": rpx.stage.main(aligned=True),
+        "v": rpx.stage.main(aligned=True),
+        "n": rpx.stage.fixed(optional=True),
+        "*": rpx.stage.aux(),
+    }
+
+    def init_leaf(self, w):
+        return {"v": w}
+
+    def apply_leaf(self, values):
+        return values["v"]
+
+
+def test_the_aligned_value_is_the_first_declared_that_is_there_and_all_declared_must_be_there():
+    stage = Valued()
+    assert stage._aligned_value({"g": 1, "m": 2, "v": 3, "u": 4}) == 4
+    assert stage._aligned_value({"g": 1, "m": 2, "v": 3}) == 3
+    assert stage._aligned_value({"g": 1, "m": 2}) is None
+    stage._require_all(dict.fromkeys("gmuvx"))
+    with pytest.raises(KeyError, match="'m'"):
+        stage._require_all(dict.fromkeys("gu"))
 
 
 # Axes that grow together. -----------------------------------------------------------------------------------------

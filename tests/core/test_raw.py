@@ -61,7 +61,13 @@ LEAVES = {
         (LORA[1], "w", "w/a", True, True, False, True),
         (LORA[2], "w", "w/b", True, True, False, True),
     ],
+    "nested": [
+        (("u", "@orthogonal", "@fixed", "base", "@scale", "x"), "u/base", "u/@orthogonal/base", *[False] * 3, True),
+        (("w", "@weight_norm", "g", "@scale", "x"), "w/g", "w/@weight_norm/g", False, True, False, True),
+        (("w", "@weight_norm", "v", "@orthogonal", "x"), "w", "w", True, True, False, False),
+    ],
     "bases": [
+        (("u", "@lora", "a", "@scale", "x"), "u/a", "u/@lora/a", False, True, True, True),
         (LORA[0], "w", "w", True, True, False, True),
         (LORA[1], "w/a", "w/@lora/a", False, True, True, True),
         (LORA[2], "w/b", "w/@lora/b", False, True, True, True),
@@ -83,6 +89,54 @@ def test_markers_are_numbered_from_the_outermost():
     assert (leaf.raw_path, leaf.parameter, leaf.fixed) == ("w/@scale/x/@scale@2/x", "w", False)
     assert raw.first_marker([("a", "b"), ("a", "w", *inner[1:])]) == ("a/w", "@scale")
     assert raw.first_marker([("a", "b")]) is None
+    assert [raw.is_mark(name) for name in ("@scale", "@fixed", "scale", 3)] == [True, False, False, False]
+    assert [raw.holds_markers(x) for x in ({3: W, "@fixed": W}, {"a@b": W}, ["@scale"])] == [True, False, False]
+
+
+def test_the_innermost_markers_of_a_kind_and_the_arrays_below_them():
+    adapter = {"@fixed": {"w": {"@scale": {"x": W}}}, "a": {"@scale": {"x": 2 * W}}, "b": 3 * W}
+    tree = raw.flatten({"b": W, "v": {"@scale": {"@fixed": {"n": 4 * W}, "x": 5 * W}}, "w": {"@lora": adapter}})
+    nodes = {place: {name: x[0, 0] for name, x in node.arrays().items()} for place, node in tree.nodes("scale").items()}
+    base, a = ("w", "@lora", "@fixed", "w"), ("w", "@lora", "a")
+    assert nodes == {("v",): {"n": 4, "x": 5}, base: {"x": 1}, a: {"x": 2}}
+    assert tree.nodes("lora") == {}
+    assert list(tree.with_nodes(tree.nodes("scale")).arrays) == [("b",), ("v",), base, a, ("w", "@lora", "b")]
+    places = [base, (*base, "@scale", "x"), a, ("b",)]
+    assert [raw.is_fixed_value(place) for place in places] == [True, False, False, False]
+    assert [raw.describe_places([place])[0].fixed for place in places] == [True, True, False, False]
+
+
+def test_arrays_are_swapped_where_the_first_that_goes_was():
+    tree = raw.flatten({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5})
+    swapped = tree.swap([([("d",)], {}), ([("b",), ("e",)], {("x",): 6, ("y",): 7})])
+    assert list(swapped.arrays.items()) == [(("a",), 1), (("x",), 6), (("y",), 7), (("c",), 3)]
+    assert tree.swap([]) is tree
+
+
+def test_state_is_in_collections_beside_params_in_batch_stats_and_in_variables_that_are_no_parameters():
+    collections = {"batch": W, "cache": {"k": W}, "params": {"w": W}, "x": {"batch_stats": {"mean": W}}}
+    assert raw.state_flags(collections) == [False, True, False, True]
+    assert raw.state_flags({"cache": {"k": W}, "x": {"params": W}}) == [False, False]
+    variables = [nnx.Param(W), nnx.BatchStat({"a": W, "b": W}), W, nnx.Param({"a": W, "b": W}), nnx.Cache(W)]
+    assert raw.state_flags(variables) == [False, True, True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("later", "sizes", "why"),
+    [
+        ([rpx.WeightNorm(), rpx.LowRank(2)], (3, 2), ""),
+        ([rpx.LowRank(2, columns=1)], (), "it is a raw value of LowRank(2, columns=1), with axes of its own"),
+        ([rpx.LowRank(2), rpx.LowRank(2, rows=0)], (), "it is a raw value of LowRank(2), with axes of its own"),
+        ([rpx.LowRank(2), rpx.LowRank(5)], (3, None), ""),
+        ([], (3, None), ""),
+    ],
+    ids=repr,
+)
+def test_the_axes_of_a_factor_are_those_that_its_stage_says(later, sizes, why):
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    raw_layer = rpx.LowRank(2, where="kernel").init(layer)
+    found = raw.flatten(raw_layer).before(later).axes_at(("kernel", "@low_rank", "u"))
+    assert (tuple(found.sizes), found.why) == (sizes, why)
 
 
 def test_each_place_is_in_its_parameter_and_no_other():
@@ -138,6 +192,10 @@ def test_paths_with_equal_values_are_joined_and_others_are_not():
     apart = join_by_path({"layers/0/w": 1, "layers/1/w": 2}, paths)
     assert (apart.patterns, apart.numbers) == (("layers/0/w", "layers/1/w"), (1, 2))
     assert join_by_path({"layers/0/w": 1}, paths, several=True).patterns == ("layers/0/w",)
+    ends = join_by_path(
+        {"0/a.b/1": 1, "2/a.b/3": 1, "w2": 1, "2w": 1}, ["0/a.b/1", "2/a.b/3", "w2", "2w"], several=True
+    )
+    assert ends.patterns == (r"\d+/a\.b/\d+|w2|2w",)
     assert join_by_path({"layers/0/w": 1, "layers/1/w": 1}, paths, several=True).patterns == (r"layers/\d+/w",)
 
 

@@ -18,6 +18,7 @@ TAKEN = {
     arguments.check_number: [
         (2, 2.0),
         (np.int8(2), 2.0),
+        (np.int32(2**24 + 3), 2.0**24 + 3),
         (np.float32(0.1), 0.1),
         (np.array(0.1, np.float32), 0.1),
         (NAN, NAN),
@@ -30,8 +31,8 @@ TAKEN = {
     arguments.optional(arguments.check_integer): [(None, None), (3, 3)],
     word: [("three", "three"), ("one", "one")],
     arguments.check_integer: [(-3, -3), (np.int8(3), 3)],
-    arguments.check_positive_integer: [(1, 1)],
-    arguments.check_two: [([2, 3], (2, 3)), ((1, 1), (1, 1))],
+    arguments.check_positive_integer: [(1, 1), (np.int8(2), 2)],
+    arguments.check_two: [([2, 3], (2, 3)), ((1, 1), (1, 1)), ((np.int8(3), 2), (3, 2))],
 }
 REFUSED = {
     arguments.check_number: {TypeError: ["1", None, True, 1j, np.ones(2), np.array(1j), abs]},
@@ -81,6 +82,7 @@ def test_a_traced_number_is_taken_as_it_is_unless_it_must_be_known():
     [
         (jnp.zeros((2, 3)), "an array of dtype float32 and shape (2, 3)"),
         ({"a": jnp.zeros(2)}, "a dict of arrays"),
+        ([1, jnp.zeros(2)], "a list of arrays"),
         ([1, "a"], "[1, 'a']"),
     ],
 )
@@ -98,4 +100,5 @@ def test_the_shortest_decimal_number(number):
 
 def test_wider_numbers_are_kept_exactly():
     assert arguments.shortest(np.float64(1 / 3)) == 1 / 3
+    assert arguments.shortest(np.float16(0.1)) == 0.099975586
     assert arguments.shortest_parts(np.complex64(0.1 - 0.3j)) == 0.1 - 0.3j

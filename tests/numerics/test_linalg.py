@@ -24,8 +24,8 @@ def equal(got, want, **tolerances):
 
 def test_products_adjoints_and_identities():
     equal(linalg.product(A, S[:1].repeat(5, 0), S), A @ S[:1].repeat(5, 0) @ S)
-    equal(linalg.adjoint(Z), Z.conj().T)
-    equal(linalg.identity(jnp.zeros((2, 3, 3))), np.stack([np.eye(3)] * 2))
+    equal(linalg.adjoint(np.stack([Z, 2 * Z])), np.stack([Z, 2 * Z]).conj().transpose(0, 2, 1))
+    equal(linalg.identity(jnp.zeros((2, 3, 4))), np.stack([np.eye(3, 4)] * 2))
     assert linalg.identity(jnp.zeros((2, 2), "bfloat16")).dtype == "bfloat16"
 
 
@@ -43,13 +43,17 @@ def test_the_nearest_orthonormal_matrix():
 def test_a_reflection_is_taken_out_by_the_last_column(sign):
     q = np.linalg.qr(S)[0]
     left = q * np.array([1, 1, 1, sign * np.linalg.det(q)], np.float32)  # left @ I has the determinant `sign`
-    equal(linalg.without_reflection(jnp.asarray(left), jnp.eye(4)), left * np.array([1, 1, 1, sign]))
+    right = np.diag([-1, 1, 1, 1]).astype(np.float32)  # and left @ right has `-sign`
+    got = linalg.without_reflection(jnp.stack([left, left]), jnp.stack([jnp.eye(4), right]))
+    equal(got, left * np.array([[[1, 1, 1, sign]], [[1, 1, 1, -sign]]]))
 
 
 def test_the_resolution_is_that_of_matrix_rank():
     eps = np.finfo(np.float32).eps
     equal(linalg.resolution(jnp.zeros((3, 5)), jnp.float32(2)), 2 * 5 * eps, rtol=1e-6, atol=0)
-    equal(linalg.resolution(jnp.zeros((3, 5)), jnp.float32(0)), 5 * eps, rtol=1e-6, atol=0)
+    largest = jnp.array([0, 2], jnp.float32)
+    equal(linalg.resolution(jnp.zeros((7, 5, 3)), largest), [5 * eps, 10 * eps], rtol=1e-6, atol=0)
+    equal(linalg.resolution(jnp.zeros((3, 5), "bfloat16"), largest), [5 / 2**7, 10 / 2**7], rtol=1e-6, atol=0)
 
 
 def test_blocks_of_a_matrix():
@@ -116,6 +120,19 @@ def test_zeros():
 def test_only_lengths_far_from_one_are_scaled(exponent, factor):
     length = jnp.full((1,), 2.0**exponent)
     np.testing.assert_array_equal(linalg.scale_near_one(length, length), [2.0**exponent * factor])
+    np.testing.assert_array_equal(linalg.scale_near_one(jnp.full((2,), 3, "bfloat16"), length), [3 * factor] * 2)
+
+
+def test_what_is_far_from_one_depends_on_the_dtype_of_the_length():
+    np.testing.assert_array_equal(linalg.scale_near_one(jnp.ones(1, "float16"), jnp.full((1,), 2.0**20)), [1])
+
+
+def test_calls_are_inlined_under_tracing():
+    def lengths(w):
+        return linalg.scale_near_one(linalg.unit(w, (1,)), linalg.norm(w, (1,))), linalg.is_zero(w, (1,))
+
+    names = {eqn.params.get("name") for eqn in jax.make_jaxpr(lengths)(A).jaxpr.eqns}
+    assert not names & {"unit", "norm", "is_zero", "max_abs", "scale_near_one"}
 
 
 # ---- derivatives
@@ -155,6 +172,16 @@ def test_the_gradient_of_a_length():
     equal(dw, B.sum(1, keepdims=True) * A / n)
     (dlength,) = pulled(linalg.inverse, C)
     equal(dlength, -B.sum(1, keepdims=True) / C**2)
+
+
+def test_the_tangent_of_a_complex_array_of_a_given_length():
+    n, dz = np.sqrt(np.sum(np.abs(Z) ** 2, 1, keepdims=True)), Z[:, ::-1] * 1j
+    dn = np.sum((Z.conj() * dz).real, 1, keepdims=True) / n
+    equal(jax.jvp(lambda w: linalg.with_length(w, C, (1,)), [Z], [dz])[1], C / n * (dz - Z * dn / n))
+
+
+def test_no_gradient_passes_through_the_largest_magnitude():
+    np.testing.assert_array_equal(*pulled(lambda w: linalg.max_abs(w, (1,)), A), np.zeros_like(A))
 
 
 def test_gradients_at_zero():

@@ -31,6 +31,11 @@ TERMS = {
     "circulant matrices": (("a(i-j)->aij", A), ROLLED),
     "products of circulant matrices": (("a(i-j),jk->aik", A, B), ROLLED @ B),
     "a number": ((",ij->ij", 2.0, A), 2 * A),
+    "an array and circulant ones": (
+        (" ij, (j-k), (k-l) -> il", A, 2 * D[:2], D[1:]),
+        A @ np.stack([np.roll(2 * D[:2], i) for i in range(2)], 1) @ np.stack([np.roll(D[1:], i) for i in range(2)], 1),
+    ),
+    "axes merged in the middle": (("ac,bd->a(bd)c", A, B), np.einsum("ac,bd->abdc", A, B).reshape(3, 8, 2)),
     "a sum": (("ij->i", A), A.sum(1)),
     "integers alone": (("ij->ij", Q), Q),
 }
@@ -46,14 +51,22 @@ def test_the_array_of_a_term(name):
 
 def test_a_term_has_the_dtype_of_its_floating_arrays():
     half = jnp.asarray(np.ones(4), jnp.bfloat16)
-    assert jax.eval_shape(lambda: rpx.stage.Term("ij,j->ij", Q, half).array()).dtype == jnp.bfloat16
+    for arrays, dtype in (((Q, half), jnp.bfloat16), ((Q, Q[0]), jnp.float32), ((1j * Q, G), jnp.complex64)):
+        with jax.numpy_dtype_promotion("standard"):
+            term = rpx.stage.Term("ij,j->ij", *arrays)
+            assert jax.eval_shape(term.array).dtype == dtype
 
 
 @pytest.mark.parametrize("name", TERMS)
 def test_a_spec_is_read_from_the_name_of_a_call(name):
-    spec = Spec(TERMS[name][0][0])
+    spec = Spec(TERMS[name][0][0].replace(" ", ""))
     assert spec.encoded().isidentifier()
     assert Spec.decoded(spec.encoded()) == spec
+
+
+def test_a_term_is_computed_in_the_full_precision_of_its_dtype():
+    found = str(jax.make_jaxpr(lambda a: rpx.stage.Term("ir,rj->ij", a, B).array())(A))
+    assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in " ".join(found.split())
 
 
 def test_a_formula_tells_its_terms_where_it_is_traced():
@@ -64,9 +77,14 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
         return [rpx.stage.Term("ir,rj->ij", a, b), rpx.stage.Term("i->ii", a[:, 0])]
 
     a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
-    (eqn,) = jax.make_jaxpr(lambda a, b: record_terms(formula, terms, a, b))(a, b).jaxpr.eqns
-    assert specs_of(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
-    assert len(eqn.outvars) == 5
+    for f, x in (
+        (lambda a: record_terms(formula, terms, a, b), a),
+        (lambda b: record_terms(formula, terms, a, b), b),
+        (lambda a: record_terms(lambda by: formula(**by), lambda by: tuple(terms(**by)), {"a": a, "b": b}), a),
+    ):
+        (eqn,) = jax.make_jaxpr(f)(x).jaxpr.eqns
+        assert specs_of(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
+        assert len(eqn.outvars) == 5
     np.testing.assert_array_equal(record_terms(formula, terms, a, b), formula(a, b))
     assert specs_of("_where") is None
 
@@ -102,8 +120,8 @@ def test_a_spec_that_does_not_fit_is_refused(text):
         (lambda a: [], "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned []."),
         (lambda a: 1.0, "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned float."),
         (
-            lambda a: [1.0],
-            "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned ['float'].",
+            lambda a: [rpx.stage.Term("ij->ij", a), 1.0],
+            "terms_leaf must return a nonempty list, such as [Term(spec, array)], but returned ['Term', 'float'].",
         ),
         (
             lambda a: [rpx.stage.Term("ij->i", a)],

@@ -1,9 +1,12 @@
 """Threefry: its words are those of JAX and of its authors, and their normal numbers are the quantiles of scipy."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from samples import quantiles
 
 from reparax.numerics import threefry
@@ -64,3 +67,12 @@ def test_threefry_that_counts_in_halves_is_not_supported():
 
 def test_shapes_with_symbolic_sizes_are_not_supported():
     assert not threefry.is_supported(KEY, export.symbolic_shape("n, 3"))
+    assert not threefry.is_supported(KEY, export.symbolic_shape("3, n"))
+
+
+def test_words_are_sharded_as_asked():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P(None, "a"))
+        got = jax.eval_shape(lambda key: threefry.bits(key, (3, 4), 32, sharding), KEY)
+    assert (got.shape, got.dtype, got.sharding.spec) == ((3, 4), jnp.uint32, P(None, "a"))

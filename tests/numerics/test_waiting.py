@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from reparax.numerics.tie import by_integers, compute_once, has_bits, pull_back_once, read_in_step, store_whole, tie
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
-FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
+FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn]
 VALUES = {
     **{jnp.dtype(dtype).name: ODD.astype(dtype) for dtype in FLOATS},
     "int32": np.array([0, -1, 2**31 - 1], np.int32),
@@ -69,6 +69,7 @@ def test_derivatives_are_those_of_the_value():
     out, dot = jax.jvp(tie, (x, after), (x + 1, after))
     np.testing.assert_array_equal(out, x)
     np.testing.assert_array_equal(dot, x + 1)
+    assert ties(lambda x, after: jax.jvp(tie, (x, after), (x, after)), x, after) == 1
     grads = jax.jit(jax.grad(lambda x, after: jnp.sum(tie(x, after) ** 2), (0, 1)))(x, after)
     np.testing.assert_array_equal(grads[0], 2 * x)
     np.testing.assert_array_equal(grads[1], 0 * after)
@@ -122,7 +123,7 @@ def test_nothing_waits_for_a_batch_that_is_sharded(axes, spec, after, expected):
 
 def test_under_jet_and_where_a_function_is_transposed_what_is_known_stays_known():
     x, slope = jnp.arange(3.0), jnp.ones(3)
-    for wait in compute_once, lambda x: tie(x, x):
+    for wait in compute_once, lambda x: tie(x, x), lambda x: x + tie(np.zeros(3, np.float32), x):
         value, (first,) = jet.jet(lambda x, wait=wait: wait(x) * x, (x,), ((slope,),))
         np.testing.assert_array_equal((value, first), (x**2, 2 * x))
 
@@ -152,7 +153,10 @@ def test_no_compiler_for_cpus_knows_that_it_is_zero():
 
 def test_what_has_bits():
     assert has_bits(jnp.ones((1, 2)))
+    assert has_bits(np.float32(1))
     assert not has_bits(jnp.ones((0, 2)))
+    assert not has_bits(jnp.ones((2, 0)))
+    assert not has_bits(jax.ShapeDtypeStruct(jax.export.symbolic_shape("2, n"), jnp.float32))
     assert not has_bits(jax.random.key(0))
     assert not has_bits(np.zeros((1,), jax.dtypes.float0))
 
@@ -165,6 +169,7 @@ def test_a_whole_array_is_itself_behind_a_barrier_where_that_helps():
     )
     np.testing.assert_array_equal(jax.jvp(store_whole, (x,), (x,))[1], x)
     np.testing.assert_array_equal(jax.vmap(store_whole, 1)(jnp.ones((2, 3))), jnp.ones((3, 2)))
+    assert "reparax_whole" in str(jax.make_jaxpr(jax.vmap(store_whole))(x))
     for platform, expected in {"cpu": False, "tpu": True, "cuda": True}.items():
         text = jax.jit(store_whole).trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert ("optimization_barrier" in text) is expected
@@ -172,7 +177,9 @@ def test_a_whole_array_is_itself_behind_a_barrier_where_that_helps():
 
 def test_what_is_computed_once_is_itself_behind_what_each_compiler_keeps():
     x = jnp.asarray([0.0, -0.0, jnp.inf, jnp.nan, 1e-30, -3.7], jnp.float32)
+    half = x.astype(jnp.bfloat16)
     assert bits(jax.jit(compute_once)(x)) == bits(x) == bits(compute_once(x))
+    assert bits(jax.jit(compute_once)(half)) == bits(half)
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(compute_once(x)))(x), jnp.ones(6))
     assert jax.vmap(compute_once)(x[:, None]).shape == (6, 1)
     for platform, kept in {"cpu": "divide", "tpu": "optimization_barrier", "cuda": "optimization_barrier"}.items():

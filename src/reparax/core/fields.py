@@ -203,8 +203,8 @@ class Static:
         """All fields as text, which differs for 1 and True, for 0.0 and -0.0, and for fields that equality ignores.
 
         Equal stages share a trace only if their texts are equal too. The text is None if equal stages may compute
-        different results, because a field holds a traced number or a function. A function may read values that change
-        between calls.
+        different results, because a field holds a traced number, a function or another stage, which has functions of
+        its own. A function may read values that change between calls.
         """
         values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
         # A predicate in `where` selects arrays, but the formulas do not read it.
@@ -214,7 +214,7 @@ class Static:
             hash(self)
         except TypeError:  # A field holds an array or a traced number.
             return None
-        return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
+        return repr(list(values.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Tells pickle how to rebuild the stage: from its class and its arguments."""

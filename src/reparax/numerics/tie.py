@@ -113,7 +113,7 @@ def _add_to_bits(x: Array, zero: Array) -> Array:
         return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
         return lax.complex(_add_to_bits(lax.real(x), zero), _add_to_bits(lax.imag(x), zero))
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize * 8 == jnp.finfo(x.dtype).bits:
+    if jnp.issubdtype(x.dtype, jnp.floating):
         bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
         return lax.bitcast_convert_type(_add_to_bits(lax.bitcast_convert_type(x, bits), zero), x.dtype)
     if x.dtype == bool:
