@@ -33,6 +33,7 @@ CLOSE = {
     "off by a quarter of the largest entry": (single(1, 3), single(1, 4), 0.25),
     "off below": (single(1, 2), single(2, 2), 0.5),
     "of other shapes": (single(1), single(1, 1), np.inf),
+    "of another rank": (single(1, 2)[None], single(1, 2), np.inf),
     "zeros": (single(0), single(0), 0.0),
     "empty": (single(), single(), 0.0),
     "complex": (np.array([1 + 3j]), np.array([1 + 4j]), 1 / np.sqrt(17)),
@@ -75,6 +76,10 @@ def test_equal_trees_have_the_same_bits_at_the_same_paths(x, same):
 SAME_TYPES = {
     "another structure": ({"b": single(1)}, "f returns PyTreeDef({'b': *}), not PyTreeDef({'a': *})"),
     "another shape": ({"a": single(1, 2)}, "f returns 'a' as float32[2], but its input was float32[1]"),
+    "a weak type": (
+        {"a": jnp.full((1,), 1.0)},
+        "f returns 'a' as weakly typed float32[1], but its input was float32[1]",
+    ),
     "another dtype": ({"a": np.array([1], F16)}, "f returns 'a' as float16[1], but its input was float32[1]"),
 }
 
@@ -241,6 +246,126 @@ def test_the_standard_error_of_an_entry_is_at_least_that_of_all_entries():
     np.testing.assert_allclose(evidence.deviation(np.zeros(2), np.array([4.0, 0.0]), 4)[1], [0.5, 0])
 
 
+class Raised(rpx.Perturbation):
+    """Its draw is the array plus a number, and its mean is the array."""
+
+    by: float
+
+    def apply_leaf(self, w, key):
+        return w + jnp.asarray(self.by, w.dtype)
+
+
+def test_draws_of_one_stage_are_compared_with_its_mean_behind_the_means_of_earlier_stages():
+    p = Raised(10.0) >> Raised(2.0) >> Raised(30.0)
+    raw = {"a": single(1, -2), "z": np.array([1j], np.complex64)}
+    claimed, sums, squares = evidence.deviations(p, 1, raw, jax.random.split(jax.random.key(0), 4))
+    assert evidence.equal(claimed, raw)
+    # The deviations are 2; their mean, and their mean with the weights 1/2 and -1, or with the weight -i.
+    np.testing.assert_allclose(sums["a"], 4 * np.array([2, 2, 2, -0.5]), rtol=1e-6)
+    np.testing.assert_allclose(squares["a"], 4 * np.array([4, 4, 4, 0.25]), rtol=1e-6)
+    np.testing.assert_allclose(sums["z"], 4 * np.array([2, 2, -2j]), rtol=1e-6)
+    np.testing.assert_allclose(squares["z"], 4 * np.array([4, 4, 4]), rtol=1e-6)
+
+
+# ---- programs
+
+
+def test_a_slope_is_that_of_a_random_sum_of_all_numbers():
+    w, z, half = single(1, 2), np.array([1 + 2j], np.complex64), np.full(3, 6e4, F16)
+    params = {"frozen": single(3), "half": half, "n": np.array([9], np.int32), "w": w, "z": z}
+    p = rpx.Freeze(where="frozen")
+    value, slope = evidence.slope(p, p.init(params), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    frozen, of_half, of_w, of_z = (rng.normal(size=n) for n in (1, 3, 2, 1))
+    expected = 3 * frozen[0] + 6e4 * of_half.sum() + of_w @ w + of_z[0]
+    np.testing.assert_allclose(value, expected, rtol=1e-4)
+    assert (slope["n"], slope["frozen"]["@freeze"]["@fixed"]["w"]) == (None, None)
+    np.testing.assert_allclose(slope["w"], of_w, rtol=1e-6)
+    np.testing.assert_allclose(slope["z"], of_z, rtol=1e-6)
+    np.testing.assert_allclose(slope["half"], of_half, rtol=1e-2)
+
+
+class Floor(rpx.Reparametrization):
+    """Its fixed value, the first entry, fits only the point where it started."""
+
+    raw_values = {"x": rpx.stage.main(), "least": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"x": w, "least": w[:1]}
+
+    def apply_leaf(self, values):
+        return jnp.maximum(values["x"], values["least"])
+
+
+def test_each_stage_starts_from_the_raw_values_of_the_next_and_from_its_own_image():
+    p, params = Floor() >> Raised(1.0) >> rpx.numbers.Scale(4.0), {"w": single(1, 1, 1, 1, 0.5)}
+    starts, images = evidence.compiled_stages(p, params, jax.random.key(0))
+    quarter, raised = {"w": {"@scale": {"x": params["w"] / 4}}}, {"w": {"@scale": {"x": single(1, 1, 1, 1, 1) / 4}}}
+    for (tree, result), (start, end) in zip(starts, [(params,) * 2, (quarter,) * 2, (quarter, raised)], strict=True):
+        assert evidence.equal(tree, start)
+        assert evidence.equal(result, end)
+    for tree, result in images:
+        assert evidence.equal(tree, result)
+        assert not np.any(np.asarray(jax.tree.leaves(tree)[0]) == jax.tree.leaves(quarter)[0])
+
+
+class Grown(rpx.Reparametrization):
+    """An update doubles its array."""
+
+    raw_values = {"x": rpx.stage.main(), "by": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"x": w, "by": jnp.ones((), w.dtype)}
+
+    def apply_leaf(self, values):
+        return values["x"] * values["by"]
+
+    def update_leaf(self, values):
+        return {"by": 2 * values["by"]}
+
+
+def test_a_chain_is_updated_beside_another_stage_that_leaves_integers_alone():
+    params = {"w": single(1, 3), "n": np.array([5], np.int32)}
+    pairs = evidence.beside_another(Grown(where="w"), params, jax.random.key(0))
+    for tree in (*pairs["behind"], *pairs["before"]):
+        assert evidence.equal(tree, {"w": single(2, 6), "n": params["n"]})
+    assert evidence.Doubled().init_leaf(single(2)) == {"x": 1}
+
+
+def test_results_are_those_of_each_method(monkeypatch):
+    monkeypatch.setattr(evidence, "slope", lambda p, raw, key: ("value", f"slope {raw} {key}"))
+    monkeypatch.setattr(evidence, "update_raw", lambda p, raw, key: f"updated {raw} {key}")
+    p = SimpleNamespace(
+        init=lambda params, key: f"raw {params} {key}",
+        apply=lambda raw, key: f"apply {raw} {key}",
+        fold=lambda raw: f"fold {raw}",
+    )
+    assert evidence.compiled_results.__wrapped__(p, "w", "k") == {
+        "init": "raw w k",
+        "apply": "apply raw w k k",
+        "fold": "fold raw w k",
+        "update": "fold updated raw w k k",
+        "the gradient": "slope raw w k k",
+    }
+
+
+def test_transformations_are_those_of_the_law(monkeypatch):
+    checkpointed = []
+    monkeypatch.setattr(jax, "checkpoint", lambda function, **_: checkpointed.append(function) or function)
+    p, raw, keys = Raised(1.0), {"w": single(1, 2)}, jax.random.split(jax.random.key(0))
+    batch = evidence.batch_of_two(raw)
+    program = jax.make_jaxpr(partial(evidence.transformed, p))(batch, raw, batch, keys)
+    assert all(name in str(program) for name in ("scan[", "shard_map["))
+    assert p.apply in checkpointed
+
+
+def test_a_raw_tree_that_is_a_tuple_is_transferred_as_such():
+    raw = ({"a": single(1)}, {"a": single(2)})
+    p = rpx.numbers.Scale(2.0)
+    types_of_raw = jax.eval_shape(p.init, raw)
+    assert jax.eval_shape(partial(evidence.compiled_transfer, p), types_of_raw) == types_of_raw
+
+
 # ---- chains and files
 
 
@@ -269,6 +394,13 @@ def test_noise_whose_mean_is_another_array_is_left_out(p, kept):
     assert evidence.without_means(p) == kept
 
 
+class Picky(rpx.Perturbation):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        raise TypeError
+
+
 class Wide(rpx.Reparametrization):
     """Keeps a part of its value in half precision."""
 
@@ -289,6 +421,9 @@ class Wide(rpx.Reparametrization):
         (Wide(), np.ones((2, 2), F32), 32, False),
         (Wide(), np.ones((2, 2), F32), 16, True),
         (rpx.Freeze(), np.ones((2, 2), np.int32), 64, True),
+        (rpx.quantized.Cast("float16"), np.ones((2, 2), F32), 32, False),
+        (rpx.LoRA(1, rows=0, where="w"), np.ones((2, 2), F32), 32, True),
+        (Picky(), np.ones((2, 2), F32), 16, False),
         (rpx.WeightNorm(axis=-1, where="w"), np.ones((), F32), 16, False),
     ],
 )
@@ -318,15 +453,21 @@ def local_stage():
     return Local()
 
 
+class Shadowed(Half):
+    __qualname__ = "Half"
+    kind = "shadowed"
+
+
 @pytest.mark.parametrize(
     ("p", "expected"),
     [
+        (Half() >> Shadowed(), False),
         (rpx.WeightNorm() >> rpx.VarNoise(0.1), True),
         (rpx.WeightNorm(where=lambda path, x: True), False),
         (local_stage(), False),
         (rpx.WeightNorm() >> local_stage(), False),
     ],
-    ids=["named", "a function", "a local class", "a chain with a local class"],
+    ids=["another class of that name", "named", "a function", "a local class", "a chain with a local class"],
 )
 def test_what_has_no_name_is_not_pickled(p, expected):
     assert evidence.picklable(p) == expected
@@ -338,6 +479,12 @@ FILES = {
     "a list inside": ({"a": [single(1)]}, {"pickle", "flax", "orbax", "safetensors"}),
     "one array": (single(1), {"pickle", "flax", "orbax", "orbax without a template", "safetensors"}),
     "complex": ({"a": np.ones(2, np.complex64)}, {"pickle", "flax", "orbax", "orbax without a template"}),
+    "a list beside a dict": ({"a": {"b": single(1)}, "c": [single(1)]}, {"pickle", "flax", "orbax", "safetensors"}),
+    "complex beside single": (
+        {"a": np.ones(2, np.complex64), "b": single(1)},
+        {"pickle", "flax", "orbax", "orbax without a template"},
+    ),
+    "booleans": ({"a": np.ones(2, bool)}, {"pickle", "flax", "orbax", "orbax without a template"}),
     "bfloat16": ({"a": np.ones(2, jnp.bfloat16)}, {"pickle", "flax", "orbax", "orbax without a template"}),
     "integers": ({"a": np.ones(2, np.int8)}, {"pickle", "flax", "orbax", "orbax without a template", "safetensors"}),
 }
@@ -345,11 +492,19 @@ FILES = {
 
 @pytest.mark.parametrize(("raw", "names"), FILES.values(), ids=FILES)
 def test_a_tree_is_written_in_the_formats_that_take_it(raw, names):
-    assert evidence.installed_formats(raw).keys() == names
+    ways = evidence.installed_formats(raw)
+    assert ways.keys() == names
+    assert all(ways[name] is getattr(evidence, f"by_{name}") for name in names - {"orbax without a template"})
+    assert "orbax without a template" not in ways or ways["orbax without a template"].keywords == {"alone": True}
     for way in (evidence.by_pickle, evidence.by_flax):
         assert evidence.equal(way(raw), raw)
     if "safetensors" in names:
         assert evidence.equal(evidence.by_safetensors(raw), raw)
+
+
+def test_formats_that_are_not_installed_are_left_out(monkeypatch):
+    monkeypatch.setattr(evidence.importlib.util, "find_spec", lambda name: name in ("pickle", "flax") or None)
+    assert evidence.installed_formats({"a": single(1)}).keys() == {"pickle", "flax"}
 
 
 def test_orbax_needs_a_template_for_lists():

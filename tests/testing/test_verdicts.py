@@ -11,6 +11,7 @@ from errors import raises
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reparax as rpx
+from reparax.core.checks import WrongType
 from reparax.testing import _evidence as evidence
 from reparax.testing import _laws, check_laws
 from reparax.testing._evidence import Case
@@ -28,12 +29,24 @@ W = single(1, 2)
 PARAMS = {"a": W}
 
 
+FLAGS = ("stochastic", "changes_type", "straight_through", "moves_weights", "starts_elsewhere")
+
+
+class Made(SimpleNamespace):
+    def __iter__(self):
+        return iter(self.stages)
+
+    def __len__(self):
+        return len(self.stages)
+
+
 def chain(**methods):
     """A chain that keeps every array, but for these methods and fields."""
-    fields = {"stochastic": False, "changes_type": False, "straight_through": False, "deterministic": None}
+    fields = {**dict.fromkeys(FLAGS, False), "deterministic": None, "stages": None}
     given = {name: lambda raw, *_: raw for name in ("init", "apply", "fold", "update")}
-    found = SimpleNamespace(**{**fields, **given, **methods})
+    found = Made(**{**fields, **given, **methods})
     found.deterministic = found.deterministic or found
+    found.stages = found.stages or (found,)
     return found
 
 
@@ -53,9 +66,9 @@ def eager(monkeypatch):
             "compiled_init": lambda p, params, key: p.init(params, key),
             "compiled_apply": lambda p, raw, key: p.apply(raw, key),
             "compiled_fold": lambda p, raw: p.fold(raw),
-            "compiled_update": lambda p, raw, key: p.update(raw, key),
+            "compiled_update": lambda p, raw, key: getattr(p, "compiled_update", p.update)(raw, key),
             "update_raw": lambda p, raw, key: p.update(raw, key),
-            "stages_of": lambda p: (p,),
+            "stages_of": lambda p: p.stages,
         }
         for name, program in (plain | programs).items():
             monkeypatch.setattr(evidence, name, program)
@@ -87,17 +100,100 @@ def test_laws_are_chosen_by_name_and_others_do_not_run(monkeypatch):
     np.testing.assert_array_equal(jax.random.key_data(ran[0].key), jax.random.key_data(KEY))
     with raises(ValueError, "check_laws got 'means' as a law. Choose from 'keys', 'half_precision'."):
         check_laws(rpx.WeightNorm(), PARAMS, laws=("keys", "means"))
+    with pytest.raises(TypeError, match="check_laws expected a parametrization"):
+        check_laws(PARAMS, rpx.WeightNorm(), laws=("keys",))
     assert len(ran) == 4
+
+
+# ---- right inverse
+
+
+def rounded(params, *_):
+    return {"a": np.round(params["a"])}
+
+
+SMALL = {"a": W * F32(1 + 2**-12)}  # a difference that only float16 rounds away
+HALVES = {"a": W.astype(F16)}
+OFF, ON = (SMALL, PARAMS), (PARAMS, PARAMS)
+NEAR = {"a": single(1.2, 2)}
+INVERSES = {
+    "the same": (chain(), {}, None),
+    "another": (chain(init=rounded), {"moved": NEAR}, "apply(init(w)) differs from w at 'a', by 1.0e-01"),
+    "another start": (chain(init=rounded, starts_elsewhere=True), {"moved": NEAR}, None),
+    "another start of one of two": (
+        chain(init=rounded, stages=(chain(), chain(starts_elsewhere=True))),
+        {"moved": NEAR, "images": [OFF, OFF]},
+        None,
+    ),
+    "a projection with fixed values": (
+        chain(init=rounded, fold=lambda raw: raw),
+        {"raw": {"a": {"@mask": {"w": W, "@fixed": {"mask": W}}}}, "moved": NEAR},
+        None,
+    ),
+    "a small difference": (chain(init=lambda params, key: SMALL), {}, "apply(init(w)) differs from w at 'a'"),
+    "a small difference of half precision": (chain(init=lambda params, key: SMALL), {"raw": HALVES}, None),
+    "a chain of right stages": (
+        chain(init=rounded, stages=(chain(), chain())),
+        {"moved": NEAR, "starts": [ON, ON]},
+        "apply(init(w)) differs from w",
+    ),
+    "a chain that need not start there": (
+        chain(init=rounded, stages=(chain(), chain())),
+        {"moved": NEAR, "starts": [ON, OFF]},
+        None,
+    ),
+    "the second of two stages": (
+        chain(stages=(chain(), chain(kind="second"))),
+        {"images": [OFF, ON]},
+        "kind='second')",
+    ),
+    "stages of half precision": (
+        chain(stages=(chain(), chain())),
+        {"images": [(HALVES, {"a": W * F32(1 + 2**-8)}), ({"a": W * F32(1 + 2**-8)}, HALVES)]},
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("p", "known", "text"), INVERSES.values(), ids=INVERSES)
+def test_a_weight_of_the_image_comes_back(p, known, text, eager):
+    known = {"starts": [ON, ON], "images": [ON, ON]} | known
+    starts, images = known.pop("starts"), known.pop("images")
+    eager(without_means=lambda p: p, compiled_stages=lambda p, params, key: (starts, images))
+    verdict(_laws.right_inverse, case(p, **known), text)
+
+
+def test_noise_of_another_mean_is_left_out_of_the_round_trip(eager):
+    p, rest = chain(fold=lambda raw: {}), chain(init=None)
+    eager(without_means=lambda given: rest if given is p else None)
+    verdict(_laws.right_inverse, case(p), None)
 
 
 # ---- mean
 
 
+def test_each_random_stage_has_its_mean(monkeypatch, eager):
+    stages = tuple(chain(stochastic=stochastic) for stochastic in (False, True, False, True))
+    asked = []
+    monkeypatch.setattr(_laws, "_require_mean", lambda case, index, of: asked.append((index, of.chain, case.chain)))
+    p = chain(stages=stages)
+    _laws.mean(case(p))
+    assert [(index, stage is stages[index], whole is p) for index, stage, whole in asked] == [
+        (1, True, True),
+        (3, True, True),
+    ]
+
+
 def of_mean(monkeypatch, total, squares, claimed):
     """The verdict of the law ``mean`` on sums over 1024 draws."""
     sums = {"a": np.array(total) * 1024}, {"a": np.array(squares) * 1024}
-    monkeypatch.setattr(evidence, "deviations", lambda *_: ({"a": np.array(claimed, F32)}, *sums))
-    _laws._require_mean(CASE, 0, CASE)
+
+    def deviations(p, index, raw, keys):
+        assert (p, index, raw, keys.shape) == ("p", 3, PARAMS, (1024,))
+        return {"a": np.array(claimed, F32)}, *sums
+
+    monkeypatch.setattr(evidence, "deviations", deviations)
+    _laws._require_mean(case("p"), 3, CASE)
 
 
 VARIANCE = 1.0  # of each deviation, whose mean has the standard error 1 / 32
@@ -120,6 +216,12 @@ def test_a_mean_may_deviate_by_six_standard_errors(total, holds, monkeypatch):
         text = r"at 'a', the mean of 1024 draws .* by 1\.9e-01, with a standard error of 3\.1e-02; define"
         with pytest.raises(AssertionError, match=text):
             of_mean(monkeypatch, total, squares, [0, 0])
+
+
+def test_the_worst_deviation_is_the_one_that_its_own_error_explains_least(monkeypatch):
+    text = "by 2.0e-01, with a standard error of 3.1e-02"
+    with pytest.raises(AssertionError, match=text):
+        of_mean(monkeypatch, [0, 0, 1, 0.2], [1, 1, 65, 1.04], [0, 0])
 
 
 def test_a_mean_may_deviate_by_rounding(monkeypatch):
@@ -149,6 +251,7 @@ HALF = {
 @pytest.mark.parametrize(("method", "narrow", "wide", "holds"), HALF.values(), ids=HALF)
 def test_half_precision_may_round_but_not_overflow(method, narrow, wide, holds, monkeypatch):
     def results(p, params, key):
+        assert isinstance(params["a"], jax.core.Tracer) or params["a"].tolist() == [150, 300]
         numbers = narrow if params["a"].dtype == F16 else wide
         found = {name: {"a": single(1)} for name in ("init", "fold", "apply", "the gradient", "update")}
         return found | {method: {"a": single(*numbers)}}
@@ -160,6 +263,25 @@ def test_half_precision_may_round_but_not_overflow(method, narrow, wide, holds, 
     else:
         with pytest.raises(AssertionError, match=rf"{method} gives .* entry of 'a', but .* in float32; compute in"):
             _laws.half_precision(case)
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "text"),
+    [
+        (ValueError("it takes no float16."), None, None),
+        (TypeError("it takes no float16."), None, None),
+        (WrongType("it returns float32."), None, "law of a law: it returns float32."),
+        (ValueError("it is wrong."), WrongType("x"), "law of a law: it is wrong."),
+        (ValueError("it is wrong."), ValueError("x"), None),
+    ],
+    ids=repr,
+)
+def test_stages_that_do_not_take_half_precision_are_left_out_and_those_that_widen_are_not(error, cause, text, eager):
+    def results(p, params, key):
+        raise error from cause
+
+    eager(compiled_results=results)
+    verdict(_laws.half_precision, case(chain()), text)
 
 
 @pytest.mark.parametrize(("bound", "holds"), [(0.3, True), (0.2, False)])
@@ -183,6 +305,43 @@ def test_a_slope_is_compared_with_central_differences(bound, holds, monkeypatch)
             _laws._require_slope(case, 0.5, bound)
 
 
+def test_a_slope_is_that_of_all_free_values_and_complex_ones_count_by_their_real_part(monkeypatch):
+    raw = {"n": np.array([3], np.int32), "x": single(1), "z": np.array([1j], np.complex64)}
+    monkeypatch.setattr(evidence, "normal", lambda tree, key: {"n": None, "x": single(2), "z": np.array([1 + 1j])})
+    seen = []
+
+    def slope(p, raw, key):
+        seen.append(key is KEY)
+        value = int(raw["n"][0]) * float(raw["x"][0]) + np.real((2 + 1j) * complex(raw["z"][0]))
+        return value, {"n": None, "x": single(3), "z": np.array([2 + 1j], np.complex64)}
+
+    monkeypatch.setattr(evidence, "slope", slope)
+    _laws._require_slope(case(chain(), moved=raw), 0.5, 1e-6)
+    assert seen == [True] * 3
+
+
+def cast(x):
+    return x.astype(jnp.float32)
+
+
+ADVICE = {
+    "a cast": (lambda raw, key: cast(raw["a"]), {"a": np.ones(1), "b": single(1)}, "the formula casts float64"),
+    "no cast": (lambda raw, key: raw["a"], {"a": np.ones(1)}, "if that is intended"),
+    "singles": (lambda raw, key: cast(raw["a"].astype(np.float64)), {"a": single(1)}, "if that is intended"),
+    "fixed doubles": (
+        lambda raw, key: cast(raw["a"]["@freeze"]["@fixed"]["w"]),
+        {"a": {"@freeze": {"@fixed": {"w": np.ones(1)}}}, "b": single(1)},
+        "if that is intended",
+    ),
+}
+
+
+@pytest.mark.parametrize(("apply", "moved", "text"), ADVICE.values(), ids=ADVICE)
+def test_a_cast_of_double_precision_explains_a_wrong_slope(apply, moved, text):
+    with jax.enable_x64():
+        assert _laws._advice_on_slope(case(chain(apply=apply), moved=moved)).startswith(text)
+
+
 # ---- types and shardings
 
 TYPES = {
@@ -199,8 +358,10 @@ TYPES = {
 
 @pytest.mark.parametrize(("methods", "text"), TYPES.values(), ids=TYPES)
 def test_effective_arrays_keep_paths_and_types(methods, text, monkeypatch, eager):
-    monkeypatch.setattr(_laws, "_require_shardings", lambda case, key: None)
-    verdict(_laws.types, case(chain(**methods)), text)
+    keys, p = [], chain(**methods)
+    monkeypatch.setattr(_laws, "_require_shardings", lambda case, key: keys.append(key))
+    verdict(_laws.types, case(p), text)
+    assert keys == ([] if text else [KEY if p.stochastic else None])
 
 
 def placed(w, *names):
@@ -230,17 +391,65 @@ SHARDINGS = {
 
 @pytest.mark.parametrize(("init", "apply", "text"), SHARDINGS.values(), ids=SHARDINGS)
 def test_an_array_is_split_as_its_raw_value_is(init, apply, text, eager):
-    params = {"a": W, "odd": single(1, 2, 3), "scalar": np.array(1, F32), "none": np.zeros((0, 2), F32)}
+    params = {"a": W, "odd": single(1, 2, 3), "scalar": np.array(1, F32), "none": np.zeros((0, 2), F32), "twin": W}
     seen = []
 
     def first(params, key):
         seen.append({name: x.sharding.spec for name, x in params.items()})
         return init(params)
 
-    p = chain(init=first, apply=lambda raw, key: apply(raw))
-    verdict(lambda case: _laws._require_shardings(case, None), case(p, params), text)
+    p = chain(init=first, apply=lambda raw, key: apply(raw) if key == "a key" else {})
+    verdict(lambda case: _laws._require_shardings(case, "a key"), case(p, params), text)
     split, whole = PartitionSpec("devices"), PartitionSpec()
-    assert seen == [{"a": split, "odd": whole, "scalar": whole, "none": whole}]
+    assert seen == [{"a": split, "odd": whole, "scalar": whole, "none": whole, "twin": split}]
+
+
+# ---- value semantics
+
+
+class Single(rpx.Perturbation):
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w
+
+
+class ById(Single):
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return 1
+
+
+class ByIdButOneCopy(ById):
+    def __deepcopy__(self, memo):
+        return self
+
+
+def local_stage():
+    class Local(Single):
+        pass
+
+    return Local()
+
+
+COPIES = {
+    "equal": (Single(), True, None),
+    "leaves": ((1,), True, "it has pytree leaves"),
+    "not equal": (ById(), True, "a copy of it is not equal to it"),
+    "not equal from a file": (ByIdButOneCopy(), True, "a copy of it is not equal to it"),
+    "traced anew": (Single(), False, "3 equal copies were traced 3 times, not once"),
+    "traced anew, never pickled": (local_stage(), False, "2 equal copies were traced 2 times, not once"),
+}
+
+
+@pytest.mark.parametrize(("p", "jit", "text"), COPIES.values(), ids=COPIES)
+def test_copies_are_equal_and_share_a_trace(p, jit, text, monkeypatch):
+    if not jit:
+        monkeypatch.setattr(jax, "jit", lambda function, static_argnums: function)
+    monkeypatch.setattr(evidence, "picklable", lambda p: p is not COPIES["traced anew, never pickled"][0])
+    verdict(_laws.value_semantics, case(p), text)
 
 
 # ---- transformations
@@ -259,7 +468,6 @@ def test_each_transformation_is_compared_with_eager_evaluation(wrong, eager):
     p = chain(
         init=lambda params, key: {"a": jnp.asarray(single(1))},
         fold=lambda raw: {"a": raw["a"] + single(1)},
-        update=lambda raw, key: {"a": raw["a"] + single(100)},
         apply=lambda raw, key: number(key),
     )
 
@@ -274,7 +482,12 @@ def test_each_transformation_is_compared_with_eager_evaluation(wrong, eager):
             "shard_map": off("shard_map", single(10)),
         }
 
+    def update(p, raw, key):
+        return {"a": raw["a"] + single(100)}
+
     eager(
+        update_raw=update,
+        compiled_update=update,
         transformed=transformed,
         compiled_apply=lambda p, raw, key: off("jit", number(key)["a"]) if key is KEY else number(key),
         compiled_fold=lambda p, raw: off("jit of init" if raw["a"][0] == 1 else "jit of update", raw["a"] + single(1)),
@@ -282,6 +495,20 @@ def test_each_transformation_is_compared_with_eager_evaluation(wrong, eager):
     text = f"{wrong} differs from eager evaluation at 'a'" if wrong else None
     verdict(_laws.transformations, case(p, raw={"a": single(1)}), text)
     assert not np.array_equal(jax.random.key_data(other), jax.random.key_data(KEY))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eager_draw", "compiled_draw", "text"),
+    [
+        (F32, PARAMS, SMALL, "jit differs from eager evaluation"),
+        (F16, PARAMS, SMALL, None),
+        (F32, HALVES, {"a": single(1, 2 + 2**-9)}, None),
+    ],
+)
+def test_draws_may_round_as_raw_values_and_weights_do(dtype, eager_draw, compiled_draw, text, eager):
+    eager(transformed=lambda *_: {}, compiled_apply=lambda *_: compiled_draw)
+    p = chain(init=lambda params, key: {"a": params["a"].astype(dtype)}, apply=lambda raw, key: eager_draw)
+    verdict(_laws.transformations, case(p), text)
 
 
 def test_types_under_tracing_are_those_of_init(eager):
@@ -347,15 +574,20 @@ def test_keys_decide_all_draws_and_no_others(p, text, monkeypatch, eager):
     given = case(p)
     verdict(_laws.keys, given, text)
     assert asked == ([given, PARAMS] if text is None and p.stochastic else [])
+    if asked:
+        asked.clear()
+        other = case(p, (W,))
+        _laws.keys(other)
+        assert asked == [other]  # nothing can be added to a tuple
 
 
 def of_new(fold, draws):
     """A chain whose means and draws are these where there is a new parameter."""
-    known = {"a": W}
+    known = {"a": W, "same": W}
     return chain(
         init=lambda params, key: params,
-        fold=lambda raw: fold if "a new parameter" in raw else known,
-        apply=lambda raw, key: draws if "a new parameter" in raw else known,
+        fold=lambda raw: {**known, **fold} if "a new parameter" in raw else known,
+        apply=lambda raw, key: {**known, **draws} if "a new parameter" in raw else known,
     )
 
 
@@ -368,7 +600,8 @@ BESIDE = {
 
 @pytest.mark.parametrize(("p", "text"), BESIDE.values(), ids=BESIDE)
 def test_draws_do_not_depend_on_new_parameters(p, text):
-    verdict(lambda case: _laws._require_draws_beside_new_parameter(case, PARAMS), case(p), text)
+    params = {**PARAMS, "same": W}
+    verdict(lambda case: _laws._require_draws_beside_new_parameter(case, params), case(p), text)
 
 
 def drawn(share, beside=1.0, *, tied=False):
@@ -392,6 +625,29 @@ INDEPENDENT = {
 @pytest.mark.parametrize(("given", "text"), INDEPENDENT.values(), ids=INDEPENDENT)
 def test_noise_of_equal_shape_is_uncorrelated(given, text):
     verdict(_laws._require_independent, given, text)
+
+
+NUMBERS = np.random.default_rng(0).normal(size=(4, 128, 3))
+TURNED = NUMBERS[0] + 1j * NUMBERS[1]
+DRAWS = {
+    "complex": ({"a": TURNED, "b": NUMBERS[2] + 1j * NUMBERS[3]}, None),
+    "complex, turned": ({"a": TURNED, "b": 1j * TURNED}, "of 'a' and of 'b' has correlation 1.00"),
+    "the last two": ({"a": NUMBERS[0], "b": NUMBERS[1], "c": 2 * NUMBERS[1]}, "of 'b' and of 'c' has correlation 1.00"),
+    "around means": ({"a": NUMBERS[0] + 5, "b": NUMBERS[1] + 5}, None),
+    "noise in the last entry": (
+        {"a": NUMBERS[0] * [0, 0, 1], "b": NUMBERS[0] * [0, 0, 1]},
+        "of 'a' and of 'b' has correlation 1.00",
+    ),
+    "of matrices": ({"a": NUMBERS[0, :, :, None], "b": NUMBERS[0, :, None]}, "correlation 1.00"),
+}
+
+
+@pytest.mark.parametrize(("draws", "text"), DRAWS.values(), ids=DRAWS)
+def test_the_correlation_of_noise_is_that_of_deviations_from_the_mean(draws, text, monkeypatch):
+    monkeypatch.setattr(jax, "jit", lambda function: function)
+    monkeypatch.setattr(jax, "vmap", lambda function, in_axes: function)
+    p = chain(apply=lambda raw, keys: draws if keys.shape == (128,) else {})
+    verdict(_laws._require_independent, case(p), text)
 
 
 # ---- purity, updates, bases and transfers
@@ -425,22 +681,24 @@ def updates(*trees):
 
 SHORT, FREE = {"a": W[:1]}, {"a": 2 * W}
 UPDATES = {
-    "nothing": (chain(moves_weights=False), None),
-    "other results": (chain(moves_weights=False, update=updates(PARAMS, FREE)), "equal raw trees and keys give"),
-    "types": (chain(moves_weights=False, update=updates(SHORT, SHORT)), "update returns 'a' as float32[1]"),
-    "types under jit": (
-        chain(moves_weights=False, update=updates(PARAMS, PARAMS, SHORT)),
-        "update under jit returns 'a' as float32[1]",
-    ),
+    "nothing": (chain(), None),
+    "other results": (chain(update=updates(PARAMS, FREE)), "equal raw trees and keys give"),
+    "types": (chain(update=lambda raw, key: SHORT), "update returns 'a' as float32[1]"),
+    "types under jit": (chain(compiled_update=lambda raw, key: SHORT), "update under jit returns 'a' as float32[1]"),
     "types of a second": (
-        chain(moves_weights=False, update=updates(PARAMS, PARAMS, PARAMS, PARAMS, SHORT)),
+        chain(moves_weights=True, compiled_update=lambda raw, key: SHORT if raw is FREE else FREE),
         "a second update returns 'a' as float32[1]",
     ),
-    "free values": (
-        chain(moves_weights=False, update=updates(PARAMS, PARAMS, FREE)),
+    "free values": (chain(update=lambda raw, key: FREE), "update changes the free value 'a'"),
+    "free values under jit": (
+        chain(compiled_update=lambda raw, key: FREE),
         "update under jit changes the free value 'a'",
     ),
     "free values that may move": (chain(moves_weights=True, update=lambda raw, key: FREE), None),
+    "free values that one of two stages moves": (
+        chain(update=lambda raw, key: FREE, stages=(chain(), chain(moves_weights=True))),
+        None,
+    ),
 }
 
 
@@ -451,7 +709,7 @@ def test_updates_keep_types_and_free_values(p, text, eager):
 
 def test_updates_may_change_fixed_values(eager):
     after = {"a": {"@mask": {"w": W, "@fixed": {"mask": 2 * W}}}}
-    verdict(_laws.update, case(chain(moves_weights=False, update=lambda raw, key: after), moved=FIXED), None)
+    verdict(_laws.update, case(chain(update=lambda raw, key: after), moved=FIXED), None)
 
 
 BASES = {
@@ -466,6 +724,13 @@ BASES = {
 def test_a_new_base_keeps_weights_and_types(rebased, text, eager):
     eager(compiled_update_base=lambda p, raw: rebased)
     verdict(_laws.update_base, case(chain()), text)
+
+
+def test_a_new_base_may_round_as_raw_values_do(eager):
+    rebased = {"a": W.astype(F16)}
+    eager(compiled_update_base=lambda p, raw: rebased)
+    p = chain(fold=lambda raw: SMALL if raw is rebased else PARAMS)
+    verdict(_laws.update_base, case(p, moved=HALVES), None)
 
 
 TRANSFERS = {
@@ -536,10 +801,15 @@ def test_gradients_are_finite_at_special_points_and_nonzero_elsewhere(slopes, te
 )
 def test_slopes_are_compared_in_the_precision_that_a_chain_takes(straight_through, takes, bounds, monkeypatch, eager):
     compared = []
-    eager(slope=lambda p, point, key: (None, FINITE), keeps_precision=lambda p, params, key, bits: bits in takes)
-    monkeypatch.setattr(_laws, "_require_slope", lambda case, **bounds: compared.append(bounds))
+
+    def keeps(p, params, key, bits):
+        assert params["a"].dtype == f"float{bits}"
+        return bits in takes
+
+    eager(slope=lambda p, point, key: (None, FINITE), keeps_precision=keeps)
+    monkeypatch.setattr(_laws, "_require_slope", lambda case, **bounds: compared.append((case.params, bounds)))
     _laws.gradients(case(chain(straight_through=straight_through)))
-    assert compared == bounds
+    assert compared == [(PARAMS, each) for each in bounds]
 
 
 # ---- selection and plain trees
@@ -555,7 +825,54 @@ def test_every_form_of_where_that_selects_nothing_is_refused(taken, monkeypatch)
 
     monkeypatch.setattr(rpx.WeightNorm, "init", init)
     text = "init accepts where=" if taken else None
-    verdict(_laws.selection, case(rpx.WeightNorm(), {"a": np.ones((2, 2), F32)}), text)
+    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.2)
+    verdict(_laws.selection, case(p, {"a": np.ones((2, 2), F32)}), text)
+
+
+# ---- checkpoints
+
+
+def refuse(*args, **kwargs):
+    raise ValueError
+
+
+OTHER_PATHS = {"raw": {"a": {"@mask": {"w": W}}}}
+KEPT = {"apply": lambda raw, *_: raw}
+FILED = {
+    "all right": ({}, OTHER_PATHS, {}, None),
+    "the second format": ({}, {}, {"second": lambda raw: FREE}, "differs after it was written and read with second"),
+    "the configuration": ({"to_json": lambda: "other"}, {}, {}, "from_json(p.to_json()) is not equal to p"),
+    "a function": ({"to_json": lambda: "other", "where": min}, {}, {}, None),
+    "wrong leaves": ({"wrong": 2}, {}, {}, "check accepts a raw tree with a wrong leaf"),
+    "parameters": (KEPT, OTHER_PATHS, {}, "apply accepts a tree that never went through init"),
+    "a raw tree": ({"init": lambda raw, *_: raw}, OTHER_PATHS, {}, "init accepts a raw tree"),
+    "a raw tree without markers": ({}, {"raw": {"b": W}}, {}, "a chain without stages accepts its raw tree"),
+    "a raw tree like the parameters": (KEPT | {"init": lambda raw, *_: raw}, {}, {}, None),
+}
+
+
+@pytest.mark.parametrize(("methods", "known", "formats", "text"), FILED.values(), ids=FILED)
+def test_files_hold_what_they_are_given_and_wrong_trees_are_refused(methods, known, formats, text, monkeypatch, eager):
+    checked = []
+
+    def check(raw, like):
+        checked.append((raw, like))
+        if raw in (1, 2) and raw != methods.get("wrong"):
+            raise ValueError
+
+    given = chain(**{"apply": refuse, "init": refuse, "to_json": lambda: "equal", **methods, "check": check})
+    formats = {"first": lambda raw: raw, "second": lambda raw: raw, **formats}
+    eager(
+        installed_formats=lambda raw: formats,
+        has_functions=lambda p: hasattr(p, "where"),
+        wrong_trees=lambda raw: iter([1, 2]),
+    )
+    monkeypatch.setattr(_laws, "from_json", lambda text: given if text == "equal" else None)
+    made = case(given, **known)
+    verdict(_laws.checkpoints, made, text)
+    if text is None:
+        assert [raw for raw, _ in checked] == [made.raw, made.raw, 1, 2]
+        assert all(like is PARAMS for _, like in checked)
 
 
 PLAIN = {

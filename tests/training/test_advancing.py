@@ -219,6 +219,30 @@ def test_a_key_cannot_be_updated_by_an_addition() -> None:
         tx.update(jax.tree.map(lambda x: x, raw), tx.init(raw), raw)
 
 
+class Last(rpx.Reparametrization):
+    """The weight of the last step."""
+
+    raw_values = {"w": rpx.stage.main(), "last": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"w": w, "last": w}
+
+    def apply_leaf(self, values):
+        return values["w"]
+
+    def update_leaf(self, values):
+        return {"last": values["w"]}
+
+
+def test_weights_are_updated_as_they_are_rounded() -> None:
+    """An update of a tenth of the step between two numbers of half precision changes none."""
+    raw = Last().init({"w": np.ones(2, jnp.bfloat16)})
+    tx = rpx.optimizer(optax.GradientTransformation(lambda _: (), lambda updates, state, _: (updates, state)), Last())
+    updates, _ = jax.jit(tx.update)(jax.tree.map(lambda x: np.full(x.shape, 1e-3, np.float32), raw), (), raw)
+    last = updates["w"]["@last"]["@fixed"]["last"]
+    np.testing.assert_array_equal(last.astype(np.float32), np.zeros(2))
+
+
 class Limited(rpx.Reparametrization):
     """A limit that is infinite, and computed again in each step."""
 

@@ -9,6 +9,7 @@ from compiled import init, update
 from errors import table
 
 import reparax as rpx
+from reparax.training import _optimizer
 
 COUNTED = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
 
@@ -107,6 +108,23 @@ def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
     assert (got["b"] == 1).all()
 
 
+STATE_PATHS = {
+    "below another path": (["mu/a/w", "mu/w", "mu/b", "count"], ["a/w", "w", "b"], ["a/w", "w", "b", None]),
+    "of a name of the state": (["mu/w", "nu/w", "mu/mu/w", "nu/mu/w"], ["w", "mu/w"], ["w", "w", "mu/w", "mu/w"]),
+    "the root": (["mu", "nu"], [""], ["", ""]),
+    "the raw tree itself": (["w", "b"], ["w", "b"], ["w", "b"]),
+}
+
+
+@pytest.mark.parametrize(("paths", "raw_paths", "expected"), STATE_PATHS.values(), ids=STATE_PATHS)
+def test_a_path_of_a_state_ends_with_the_path_of_its_raw_value(paths, raw_paths, expected):
+    def names(path):
+        return path if path is None else tuple(filter(None, path.split("/")))
+
+    found = _optimizer._raw_paths([*map(names, paths)], {*map(names, raw_paths)})
+    assert found == [*map(names, expected)]
+
+
 def raw_of(*shape):
     w = np.ones(shape, np.float32)
     return {"w": {"@rigl": {"w": w, "@fixed": {"mask": w}}}}
@@ -120,10 +138,12 @@ def test_what_is_wrong_is_told_in_a_sentence(case):
 def test_moments_of_a_mask_itself_stay():
     """A bare optimizer keeps them, as it does not know what is fixed."""
     node = {"w": np.float32([[4, 1], [3, 2]]), "@fixed": {"mask": np.float32([[1, 0], [1, 0]])}}
-    before = {"w": {"@magnitude_pruning": node}}
-    after = {"w": {"@magnitude_pruning": node | {"@fixed": {"mask": np.float32([[1, 1], [0, 0]])}}}}
+    before = {"w": {"@magnitude_pruning": node}, "v": node["w"]}
+    after = before | {"w": {"@magnitude_pruning": node | {"@fixed": {"mask": np.float32([[1, 1], [0, 0]])}}}}
     state = optax.trace(0.9).init(before)._replace(trace=jax.tree.map(np.ones_like, before))
-    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]
+    trace = rpx.training.reset_moments(state, before, after).trace
+    np.testing.assert_array_equal(trace["v"], np.ones((2, 2)))
+    got = trace["w"]["@magnitude_pruning"]
     np.testing.assert_array_equal(got["w"], [[1, 0], [1, 1]])
     np.testing.assert_array_equal(got["@fixed"]["mask"], np.ones((2, 2)))
 
@@ -147,6 +167,7 @@ def test_arrays_that_a_mask_does_not_cover_stay(shape):
         {"w": {"@rigl": {"w": np.ones((2, 2), np.float32), "@fixed": {"mask": np.full((2, 2), x, np.float32)}}}}
         for x in (0, 1)
     )
-    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}}
+    state = {"sum": {"w": {"@rigl": {"w": np.ones(shape, np.float32)}}}, "rate": {"w": {"@rigl": {"w": 0.5}}}}
     got = rpx.training.reset_moments(state, before, after)
+    assert got["rate"] == state["rate"]
     np.testing.assert_array_equal(got["sum"]["w"]["@rigl"]["w"], np.ones(shape))

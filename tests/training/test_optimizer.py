@@ -198,15 +198,18 @@ def test_the_value_of_the_loss_passes_through() -> None:
 
 
 def test_of_extra_arguments_functions_take_what_trains_and_trees_lose_what_does_not() -> None:
-    raw, seen = two(), []
+    raw, seen, module = two(), [], jax.tree_util.Partial(jnp.tanh, jnp.ones(2))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         seen.append((extra["fun"](params, 3, second=params), extra["tree"], extra["vector"], extra["number"]))
+        assert extra["module"] is module
         return updates, state
 
     tx = rpx.optimizer(optax.GradientTransformationExtraArgs(lambda _: (), update))
     vector = jnp.ones(3)
-    tx.update(raw, (), raw, fun=lambda *args, second: (*args, second), tree=raw, vector=vector, number=8.0)
+    tx.update(
+        raw, (), raw, fun=lambda *args, second: (*args, second), tree=raw, vector=vector, number=8.0, module=module
+    )
     (((first, count, second), tree, same_vector, number),) = seen
     for got, want in ((first, raw), (second, rpx.partition(raw)[0]), (tree, rpx.partition(raw)[0])):
         assert jax.tree.structure(got) == jax.tree.structure(want)

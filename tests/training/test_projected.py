@@ -57,6 +57,14 @@ def test_a_single_array_can_be_all_parameters():
     np.testing.assert_allclose(w + updates, [[0.6], [0.8]], rtol=1e-6)
 
 
+def test_parameters_of_half_precision_take_updates_of_single_precision():
+    tx = rpx.training.projected(rpx.norms.MaxNorm(1.0, axis=-1))
+    w, step = np.float16([[0.75], [0.0]]), np.float32([[0.75], [2.0]])  # to (1.5, 2), whose norm is 2.5
+    updates, _ = tx.update(step, tx.init(w), w)
+    assert updates.dtype == np.float32
+    np.testing.assert_allclose(w + np.asarray(updates), [[0.6], [0.8]], atol=1e-3)
+
+
 def test_it_asks_for_parameters_and_refuses_what_it_cannot_take_at_once():
     tx = rpx.training.projected(rpx.Orthogonal())
     with raises(

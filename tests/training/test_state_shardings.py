@@ -57,6 +57,15 @@ def test_a_state_of_another_shape_than_its_raw_array_lies_everywhere():
     assert jax.tree.leaves((state.v_row, state.v_col)) == [P()] * 6
 
 
+def test_a_parameter_with_the_name_of_a_moment_lies_where_it_should():
+    raw = {name: jnp.zeros((8, 16)) for name in ("w", "x")} | {"mu": {"w": jnp.zeros((8, 16))}}
+    split = {"w": NamedSharding(MESH, P("data")), "mu": {"w": NamedSharding(MESH, P("model"))}}
+    shardings = split | {"x": NamedSharding(MESH, BOTH)}
+    state = {"mu": raw, "nu": raw, "f": jnp.tanh}
+    found = rpx.training.state_shardings(state, raw, shardings)
+    assert found == {"mu": shardings, "nu": shardings, "f": None}
+
+
 def test_a_whole_training_state_is_one_of_these_trees():
     state = {"params": RAW, "opt": jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, RAW), "step": jnp.zeros(())}
     shardings = rpx.training.state_shardings(state, RAW, SHARDINGS)

@@ -249,6 +249,16 @@ def shown_by_rich(report, width):
     return [line.strip() for line in console.file.getvalue().splitlines() if line.strip()]
 
 
+def test_weights_left_out_are_folded_and_escaped_and_shown_everywhere():
+    codes = [{"codes": ones(2, 2, dtype=np.int32)} for _ in range(3)]
+    report = rpx.summary(rpx.WeightNorm(), {"a<b": codes, "kernel": ones(2, 2)})
+    note = "WeightNorm leaves out a<b/0..2/codes"
+    assert str(report).splitlines()[-1] == shown_by_rich(report, width=200)[-1] == note
+    assert report._repr_html_().endswith(f"</table><p>{note.replace('<', '&lt;')}</p></div>")
+    with pytest.raises(ValueError, match="summary takes the model's own parameters, but got a raw tree"):
+        rpx.summary(rpx.WeightNorm(), rpx.WeightNorm().init({"kernel": ones(2, 2)}))
+
+
 def test_rich_shows_the_same_table():
     lines = shown_by_rich(rpx.summary(P, PARAMS), width=200)
     assert lines == [

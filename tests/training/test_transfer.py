@@ -14,6 +14,7 @@ from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
+from reparax.training import _transfer
 from reparax.training._transfer import distances
 
 PARAMS = {"a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)}, "b": {"kernel": normal(5, 4, seed=2)}}
@@ -56,6 +57,15 @@ def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
     new.check(got, like=PARAMS)
     if "Orthogonal" not in repr(new):  # of the nearest orthogonal matrix to a weight that is none
         assert_same_model(got, old, raw, new)
+
+
+def test_of_arrays_that_are_pruned_together_those_that_were_keep_their_masks():
+    params = {"a": {"kernel": np.float32([[1, 2], [3, 4]])}, "b": {"kernel": np.float32([[5, 6], [7, 8]])}}
+    old, new = (rpx.sparse.GlobalMagnitudePruning(0.5, where=where) for where in ("a/kernel", ".*/kernel"))
+    raw = old.init(params)
+    got = rpx.transfer(old, new, raw, nearest=True)
+    assert_equal(got["a"], raw["a"])
+    np.testing.assert_array_equal(got["b"]["kernel"]["@global_magnitude_pruning"]["@fixed"]["mask"], np.ones((2, 2)))
 
 
 @jax.jit
@@ -179,6 +189,115 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
         jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
     with pytest.raises(ValueError, match=r"new values for 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
         jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.quantized.Cast("bfloat16"), raw), PARAMS)
+
+
+NAN, INF = np.nan, np.inf
+F32, F16 = np.float32, np.float16
+DISTANCES = {
+    "none": (np.array([1, INF, NAN], F32), np.array([1, INF, NAN], F32), 0),
+    "of the largest finite entry": (np.array([2, INF, -4], F32), np.array([1, INF, -8], F32), 0.5),
+    "below": (np.array([-3, 2], F32), np.array([1, 2], F32), 2),
+    "no number": (np.array([NAN, 1], F32), np.array([2, 1], F32), NAN),
+    "infinite": (np.array([INF, 1], F32), np.array([2, 1], F32), INF),
+    "of zeros": (np.array([0, 1], F32), np.array([0, 0], F32), INF),
+    "zeros": (np.array([0, 0], F32), np.array([0, 0], F32), 0),
+    "nothing": (np.zeros((0, 2), F32), np.zeros((0, 2), F32), 0),
+    "integers": (np.array([-100, 3], np.int8), np.array([100, 3], np.int8), 2),
+    "of two dtypes": (np.array([2049], F32), np.array([2048], F16), 1 / 2048),
+    "complex": (np.array([3 + 4j], np.complex64), np.array([0 + 4j], np.complex64), 0.75),
+}
+
+
+@pytest.mark.parametrize(("x", "w", "expected"), DISTANCES.values(), ids=DISTANCES)
+def test_distances_are_relative_to_the_largest_finite_entry(x, w, expected):
+    np.testing.assert_allclose(_transfer._distance(x, w), expected, rtol=1e-6)
+
+
+def test_arrays_that_differ_are_listed_with_their_distance():
+    same, key = np.array([NAN], F32), jax.random.key(0)
+    expected = {"cut": np.ones(2, F32), "far": np.ones(2, F32), "key": key, "none": F32([1, 2]), "same": same}
+    actual = {
+        "cut": np.zeros(3, F32),
+        "far": F32([1, 3]),
+        "key": jax.random.key(1),
+        "none": F32([NAN, 2]),
+        "same": same,
+    }
+    found = distances({**actual, "new": same}, expected)
+    assert found.keys() == {"far", "none"}
+    assert found["far"] == 2
+    assert np.isnan(found["none"])
+
+
+def test_an_array_that_is_the_same_needs_no_comparison(monkeypatch):
+    monkeypatch.setattr(_transfer, "_distance", None)
+    assert distances(PARAMS, PARAMS) == {}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        (("float32",), 64 * 2**-23),
+        (("float64",), 64 * 2**-52),
+        (("float16", "float32"), 4 * 2**-10),
+        (("complex64", "int32"), 64 * 2**-23),
+        (("int32",), 0),
+    ],
+)
+def test_rounding_is_that_of_the_coarsest_array(dtypes, expected):
+    assert _transfer._rounding(*(np.ones(1, dtype) for dtype in dtypes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [(optax.EmptyState(), True), (optax.LookaheadParams(1, 2), False), ((), False), (collections.OrderedDict(), False)],
+    ids=repr,
+)
+def test_states_are_of_classes_of_optax_but_lookahead_parameters(state, expected):
+    assert _transfer._is_of_optax(state) == expected
+    assert _transfer._holds_state({"a": np.ones(1), "b": [state]}) == expected
+
+
+LENGTHS = {"w": {"@weight_norm": {"g": np.ones((1, 2), F32), "v": np.ones((3, 2), F32)}}}
+OTHER = {"w": {"@low_rank": LENGTHS["w"]["@weight_norm"]}}
+PARTS = {  # whether it holds moments of `like` alone, may be a raw tree of weight norm, and is such a part of a state
+    "whole": (LENGTHS, True, True, True),
+    "in part": ({"w": {"@weight_norm": {"g": F32(1)}}}, True, True, False),
+    "placeholders": ({"w": {"@weight_norm": {"g": None, "v": optax.MaskedNode()}}}, True, False, False),
+    "more": ({**LENGTHS, "b": F32(1)}, False, True, True),
+    "nothing": ({}, False, True, False),
+    "another dict": (collections.OrderedDict(LENGTHS), False, True, True),
+    "no markers": ({"w": np.ones((3, 2), F32)}, False, True, False),
+    "another stage": (OTHER, False, True, False),
+    "a state": (optax.TraceState(LENGTHS), False, False, False),
+    "a state inside": ({"w": LENGTHS["w"], "s": optax.TraceState(F32(1))}, False, False, False),
+    "an empty tuple": ((), False, False, False),
+    "a tuple of another stage": ((OTHER,), False, False, False),
+}
+
+
+@pytest.mark.parametrize(("x", "is_part", "is_raw", "is_raw_part"), PARTS.values(), ids=PARTS)
+def test_parts_of_a_state_are_told_by_their_paths_and_markers(x, is_part, is_raw, is_raw_part):
+    p = rpx.WeightNorm(axis=-1)
+    assert _transfer._is_part(x, LENGTHS) == is_part
+    assert _transfer._is_raw(x, p) == is_raw
+    assert not _transfer._is_raw((), rpx.Chain())
+    assert not _transfer._is_raw_part({"w": F32(1)}, rpx.Chain())
+    assert _transfer._is_raw_part(x, p) == is_raw_part
+
+
+def test_new_moments_have_the_dtype_of_the_others_and_of_integers_their_own():
+    raw = {"w": np.ones(2, F32), "n": {"@freeze": {"@fixed": {"w": np.ones(2, np.int8)}}}}
+    like = {"f": jax.ShapeDtypeStruct((3,), np.float32), "i": jax.ShapeDtypeStruct((3,), np.int8)}
+    for moments, dtype in ((_transfer._Moments({"w": np.ones(2, F16)}, raw), F16), (_transfer._Moments({}, {}), F32)):
+        made = {name: moments.zeros((name,), x) for name, x in like.items()}
+        assert [(x.dtype, x.shape) for x in made.values()] == [(dtype, (3,)), (np.int8, (3,))]
+
+
+def test_a_parameter_of_two_new_stages_is_listed_once():
+    new = rpx.Freeze(where="a/kernel") >> rpx.WeightNorm(where="a/kernel")
+    with pytest.raises(ValueError, match=r"new values for 'a/kernel'\. Call"):
+        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), new, raw), PARAMS)
 
 
 class Stretched(rpx.Perturbation):

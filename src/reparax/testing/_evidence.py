@@ -505,7 +505,7 @@ def by_safetensors(raw: PyTree) -> PyTree:
     from safetensors import numpy
 
     paths, leaves, treedef = flatten_with_names(raw)
-    names = [path_text(path) or "." for path in paths]
+    names = [path_text(path) for path in paths]
     arrays = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
     return treedef.unflatten([arrays[name] for name in names])
 

@@ -208,7 +208,7 @@ def transformations(case: Case) -> None:
     second_draw = evidence.compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": mean,
-        "jit of update": p.fold(p.update(raw, key)),
+        "jit of update": p.fold(evidence.update_raw(p, raw, key)),
         "vmap of init": evidence.batch_of_two(mean),
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }

@@ -64,9 +64,9 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
     """Returns how a value differs from the expected value, as text; empty if the difference is only rounding."""
-    eps = float(jnp.finfo(expected.dtype).eps) if is_inexact(expected) else 0.0
+    units = [4 * jnp.finfo(expected.dtype).eps, 64 * jnp.finfo(jnp.float32).eps] if is_inexact(expected) else [0.0]
     ((_, difference),) = evidence.errors(new, expected)
-    if difference <= max(4 * eps, 64 * float(jnp.finfo(jnp.float32).eps)):
+    if difference <= max(map(float, units)):
         return ""
     if evidence.equal(new, old):
         return "the step did not change it"

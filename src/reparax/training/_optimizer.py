@@ -344,7 +344,7 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """
     activated = _activated_by_mask(before, after)
     paths, leaves, treedef = flatten_with_names(state)
-    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x) and FIXED not in path})
+    free_paths = {path for path, x in items(after) if is_array(x) and FIXED not in path}
 
     def reset(x: Any, raw_path: Names | None) -> Any:
         if raw_path is None or not is_array(x) or not is_aligned(raw_path):
@@ -354,16 +354,16 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
                 x = jnp.where(flags, jnp.zeros_like(x), x)
         return x
 
-    return treedef.unflatten(list(map(reset, leaves, raw_paths)))
+    return treedef.unflatten(list(map(reset, leaves, _raw_paths(paths, free_paths))))
 
 
-def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
+def _raw_paths(state_paths: Sequence[Names], raw_paths: AbstractSet[Names]) -> list[Names | None]:
     """Maps each path in an optimizer state to the raw path that it ends with: ``0/mu/w/@rigl/w`` to ``w/@rigl/w``.
 
     A path that ends with no raw path, such as the path of a counter, maps to None. If a path ends with several raw
     paths, the one whose prefix, here ``0/mu``, occurs in the most paths is chosen, because a raw tree begins there.
     """
-    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
+    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in raw_paths] for path in state_paths]
     counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
 
     def raw_path(path: Names, starts: Sequence[int]) -> Names | None:
@@ -504,7 +504,7 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree)
         return None
     if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
         return f"a state second, but got a raw tree. {CALL}"
-    if difference.source == ANOTHER_MODEL and FIXED in difference.path and difference.expected == "nothing":
+    if FIXED in difference.path:  # A state that `init` makes has nothing there.
         difference = difference._replace(source=FIXED_VALUES)
     return difference.explain(_WRONG_STATE)
 
@@ -616,12 +616,10 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
         )
     replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
 
-    def sharding(path: Names, x: Any) -> NamedSharding | None:
+    def sharding(x: Any, raw_path: Names | None) -> NamedSharding | None:
         if not is_array(x):
             return None
-        ends = (path[i:] for i in range(len(path) + 1))
-        raw_path = next((end for end in ends if end in shapes), None)
         return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
 
     paths, leaves, treedef = flatten_with_names(state)
-    return treedef.unflatten(list(map(sharding, paths, leaves)))
+    return treedef.unflatten(list(map(sharding, leaves, _raw_paths(paths, shapes.keys()))))

@@ -459,7 +459,7 @@ def _is_raw(x: PyTree, old: Parametrization) -> bool:
 
 def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
     """Returns whether a part of an optimizer state has the markers of a raw tree of ``old``, such as ``@lora``."""
-    return first_marker(places_of(x)) is not None and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
+    return first_marker(places_of(x)) is not None and _is_raw(x, old) and _may_be_raw_of(x, old)
 
 
 def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
