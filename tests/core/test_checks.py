@@ -112,7 +112,7 @@ def test_a_penalty_is_one_real_number(number, is_one):
             checks.require_number("penalty_leaf", number)
 
 
-class Kept(rpx.Reparametrization):
+class Checked(rpx.Reparametrization):
     raw_values = {"w": MAIN(), "n": FIXED(), "*": FIXED()}
     moves_weights = False
 
@@ -123,21 +123,21 @@ class Kept(rpx.Reparametrization):
         return values["w"]
 
 
-class Moving(Kept):
+class Wandering(Checked):
     moves_weights = True
 
 
 @pytest.mark.parametrize(
     ("stage", "new", "error", "said"),
     [
-        (Kept(), {}, None, ""),
-        (Kept(), {"n": W, "more": W}, None, ""),
-        (Kept(), {"n": W, "w": W}, ValueError, "returns the trained value 'w'"),
-        (Moving(), {"n": W, "w": W}, None, ""),
-        (Kept(), {"more": W, "n": W.T}, ValueError, "must return float32"),
-        (Kept(), {"n": W.astype(int)}, ValueError, "returns int32"),
-        (Kept(), {"other": W}, ValueError, "must return only values that the array already has"),
-        (Kept(), None, ValueError, "must return a dict of arrays"),
+        (Checked(), {}, None, ""),
+        (Checked(), {"n": W, "more": W}, None, ""),
+        (Checked(), {"n": W, "w": W}, ValueError, "returns the trained value 'w'"),
+        (Wandering(), {"n": W, "w": W}, None, ""),
+        (Checked(), {"more": W, "n": W.T}, ValueError, "must return float32"),
+        (Checked(), {"n": W.astype(int)}, ValueError, "returns int32"),
+        (Checked(), {"other": W}, ValueError, "must return only values that the array already has"),
+        (Checked(), None, ValueError, "must return a dict of arrays"),
     ],
 )
 def test_an_update_keeps_names_and_types_and_what_is_trained(stage, new, error, said):
@@ -151,7 +151,7 @@ def test_an_update_keeps_names_and_types_and_what_is_trained(stage, new, error, 
 
 def test_a_declared_value_that_the_raw_tree_lacks_is_said_to_be_missing():
     with pytest.raises(KeyError, match="n"):
-        checks.require_update("update_leaf", Kept(), {"w": W}, {"n": W})
+        checks.require_update("update_leaf", Checked(), {"w": W}, {"n": W})
 
 
 def test_errors_of_formulas_say_where_and_keep_their_class():
@@ -340,12 +340,12 @@ def test_a_library_that_is_missing_is_not_shown(monkeypatch):
 
 
 def test_a_site_reads_what_it_does_not_change_and_stops_gradients_of_what_is_fixed():
-    fixed, own, other = ("w", "@kept", "@fixed", "n"), ("w", "@kept", "w"), ("b",)
-    values, nodes = {"w": {"w": own, "n": fixed}, "t": {}}, {"w": ("w", "@kept"), "t": ("t", "@kept")}
-    site = Site(Kept(), None, {"w": ("w",), "t": ("t",)}, values, nodes, reads={"b": other})
+    fixed, own, other = ("w", "@checked", "@fixed", "n"), ("w", "@checked", "w"), ("b",)
+    values, nodes = {"w": {"w": own, "n": fixed}, "t": {}}, {"w": ("w", "@checked"), "t": ("t", "@checked")}
+    site = Site(Checked(), None, {"w": ("w",), "t": ("t",)}, values, nodes, reads={"b": other})
     assert site.places_read == [own, fixed, other]
     assert site.free_values == {"w": own}
-    assert site.swaps({"w": 1, "t": 2}) == [([own, fixed], {("w",): 1}), ([("t", "@kept")], {("t",): 2})]
+    assert site.swaps({"w": 1, "t": 2}) == [([own, fixed], {("w",): 1}), ([("t", "@checked")], {("t",): 2})]
 
     def stopped(place):
         return "stop_gradient" in str(jax.make_jaxpr(lambda x: read_value({place: x}, place))(W))
@@ -356,7 +356,7 @@ def test_a_site_reads_what_it_does_not_change_and_stops_gradients_of_what_is_fix
 
 
 def test_values_are_placed_with_the_free_ones_first_and_the_fixed_ones_as_declared():
-    class Placed(Kept):
+    class Placed(Checked):
         raw_values = {"z": FIXED(), "w": MAIN(), "a": FIXED(), "*": FIXED()}
 
         def init_leaf(self, w):

@@ -12,7 +12,7 @@ KEY = jax.random.key(0)
 ONES = {"w": np.ones(2, np.float32)}
 
 
-class Told(rpx.Reparametrization):
+class Telling(rpx.Reparametrization):
     """Keeps the gradient that it is told, and costs the sum of its numbers."""
 
     raw_values = {"x": rpx.stage.main(), "told": rpx.stage.fixed()}
@@ -30,14 +30,14 @@ class Told(rpx.Reparametrization):
         return jnp.sum(values["x"])
 
 
-class Drawn(Told):
+class Sampled(Telling):
     """Keeps a number that it draws."""
 
     def update_leaf(self, values, key):
         return {"told": values["told"].at[...].set(jax.random.uniform(key, dtype=values["told"].dtype))}
 
 
-class Moving(Told):
+class Shifting(Telling):
     """Adds what it is told to what is trained."""
 
     moves_weights = True
@@ -46,7 +46,7 @@ class Moving(Told):
         return {"x": values["x"] + grad}
 
 
-class Polar(rpx.Reparametrization):
+class OfPolar(rpx.Reparametrization):
     """A radius and an angle in place of two numbers."""
 
     def init_leaf(self, w):
@@ -72,7 +72,7 @@ class Complex(rpx.Reparametrization):
         return jnp.zeros(())
 
 
-class Phase(rpx.Reparametrization):
+class OfPhase(rpx.Reparametrization):
     """Complex numbers of length one."""
 
     dtypes = jnp.complexfloating
@@ -87,7 +87,7 @@ class Phase(rpx.Reparametrization):
         return jnp.zeros(())
 
 
-class Halved(rpx.Perturbation):
+class Halving(rpx.Perturbation):
     """Half of each number, in place."""
 
     stochastic = False
@@ -106,7 +106,7 @@ class OfSeveral(rpx.stage.Joint):
         return {name: held["x"] for name, held in values.items()}
 
 
-TOLD, POLAR, PHASE, JOINT = Told(), Polar(), Phase(), OfSeveral()
+TOLD, POLAR, PHASE, JOINT = Telling(), OfPolar(), OfPhase(), OfSeveral()
 SYMMETRIC, SIMPLEX, SCALE = rpx.matrices.Symmetric(), rpx.numbers.Simplex(along=-1), rpx.numbers.Scale(2.0)
 
 
@@ -141,20 +141,20 @@ def test_what_is_frozen_before_a_stage_is_told_too_and_what_it_does_not_change_s
     raw = p.init(ONES)
     after = p.update(raw, grads=ONES)
     assert value(after, "told").tolist() == [1, 1]
-    assert after["w"]["@told"]["x"]["@freeze"]["@fixed"]["w"] is raw["w"]["@told"]["x"]["@freeze"]["@fixed"]["w"]
+    assert after["w"]["@telling"]["x"]["@freeze"]["@fixed"]["w"] is raw["w"]["@telling"]["x"]["@freeze"]["@fixed"]["w"]
 
 
 def test_the_gradient_of_an_array_that_the_effective_tree_lacks_is_zero():
     p = TOLD >> rpx.Tie({"tied": "w"})
     raw = p.init({**ONES, "tied": ONES["w"]})
     assert value(p.update(raw, grads={**ONES, "tied": 2 * ONES["w"]}), "told").tolist() == [3, 3]
-    p = rpx.Chain((Told(where="n"),))
-    raw = {"n": {"@told": {"@fixed": {"told": np.zeros(2, np.float32)}, "x": np.ones(2, int)}}, **ONES}
+    p = rpx.Chain((Telling(where="n"),))
+    raw = {"n": {"@telling": {"@fixed": {"told": np.zeros(2, np.float32)}, "x": np.ones(2, int)}}, **ONES}
     assert value(p.update(raw, grads={"n": None, **ONES}), "told").tolist() == [0, 0]
 
 
 def test_an_update_draws_where_it_has_a_key_and_for_each_of_the_stacked_arrays():
-    p = Drawn(stacked=0)
+    p = Sampled(stacked=0)
     raw = p.init({"w": np.ones((3, 2), np.float32), "z": np.ones((3, 2), np.float32)})
     assert not value(p.update(raw)["w"], "told").any()
     after = p.update(raw, KEY)
@@ -164,13 +164,13 @@ def test_an_update_draws_where_it_has_a_key_and_for_each_of_the_stacked_arrays()
 
 
 def test_trained_values_are_moved_by_stages_that_say_so():
-    p = Moving()
+    p = Shifting()
     raw = p.init(ONES)
     assert value(p.update(raw, grads=ONES), "x").tolist() == [2, 2]
 
 
 def test_a_value_that_a_raw_tree_holds_as_trained_is_left_to_the_optimizer():
-    trained = {"w": {"@told": {"x": ONES["w"], "told": ONES["w"]}}}
+    trained = {"w": {"@telling": {"x": ONES["w"], "told": ONES["w"]}}}
     assert value(TOLD.update(trained, grads=ONES), "told").tolist() == [1, 1]
 
 
@@ -179,10 +179,10 @@ def test_a_value_that_a_raw_tree_holds_as_trained_is_left_to_the_optimizer():
     [
         (TOLD, 2.0),
         (TOLD >> SCALE, 1.0),
-        (SCALE >> Told(where="w"), 2.0),
-        (rpx.VarNoise(0.1) >> Told(stacked=0), 2.0),
-        (TOLD >> Moving(), 4.0),
-        (Halved() >> Halved() >> TOLD, 0.5),
+        (SCALE >> Telling(where="w"), 2.0),
+        (rpx.VarNoise(0.1) >> Telling(stacked=0), 2.0),
+        (TOLD >> Shifting(), 4.0),
+        (Halving() >> Halving() >> TOLD, 0.5),
         (JOINT, 0.0),
         (rpx.Tie({"v": "w"}), 0.0),
         (POLAR, 0.0),
@@ -200,7 +200,7 @@ def test_a_penalty_is_the_sum_of_those_of_all_stages_and_arrays(p, expected):
     [
         (POLAR, {"w": np.float32([3, 4])}, np.log(5)),
         (POLAR, {"w": np.float32([3, 4]), "v": np.float32([0, 2])}, np.log(10)),
-        (SCALE >> Polar(), {"w": np.float32([3, 4])}, np.log(5) + 2 * np.log(2)),
+        (SCALE >> OfPolar(), {"w": np.float32([3, 4])}, np.log(5) + 2 * np.log(2)),
         (SCALE, {"w": np.zeros((2, 3), np.complex64)}, 12 * np.log(2)),
         (Complex() >> SCALE, {"w": np.zeros((2, 3), np.float32)}, 6 * np.log(2)),
         (SCALE >> SYMMETRIC, {"w": np.zeros((3, 3), np.float32)}, 6 * np.log(2)),

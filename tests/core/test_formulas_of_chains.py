@@ -15,7 +15,7 @@ ONES = np.ones((2, 3), np.float32)
 KEY = jax.random.key(0)
 
 
-class Times(rpx.Reparametrization):
+class Multiplied(rpx.Reparametrization):
     """A bijection, whose penalty is the sum of its raw values."""
 
     by: float = 2.0
@@ -34,7 +34,7 @@ class Times(rpx.Reparametrization):
         return jnp.sum(values["x"])
 
 
-class Last(rpx.Reparametrization):
+class Latest(rpx.Reparametrization):
     """Numbers without their last, which is minus the sum of the others."""
 
     raw_values = {"x": rpx.stage.main()}
@@ -50,7 +50,7 @@ class Last(rpx.Reparametrization):
         return jnp.float32(100)
 
 
-class Doubled(Last):
+class Twofold(Latest):
     """As many raw values as entries, of which some depend on others."""
 
     overcomplete = True
@@ -87,7 +87,7 @@ class Seen(rpx.Reparametrization):
         return {"seen": jnp.broadcast_to(grad, values["w"].shape).astype(values["w"].dtype)}
 
 
-class Drawn(Seen):
+class RandomStart(Seen):
     def update_leaf(self, values, key):
         return {"seen": jax.random.uniform(key, values["w"].shape)}
 
@@ -106,7 +106,7 @@ class Moved(Seen):
         return {"w": values["w"] + 1, "seen": values["w"]}
 
 
-class Kept(Seen):
+class Unmoved(Seen):
     def update_leaf(self, values):
         return {"seen": values["w"]}
 
@@ -141,9 +141,9 @@ def seen(tree, kind="seen"):
         (Seen(), {}, False),
         (Seen(), {"key": KEY}, False),
         (Seen(), {"grads": {"w": W}}, True),
-        (Drawn(), {}, False),
-        (Drawn(), {"grads": {"w": W}}, False),
-        (Drawn(), {"key": KEY}, True),
+        (RandomStart(), {}, False),
+        (RandomStart(), {"grads": {"w": W}}, False),
+        (RandomStart(), {"key": KEY}, True),
         (Both(), {"key": KEY}, False),
         (Both(), {"grads": {"w": W}}, False),
         (Both(), {"key": KEY, "grads": {"w": W}}, True),
@@ -174,9 +174,9 @@ def test_an_output_without_a_gradient_has_the_gradient_zero():
 
 
 def test_later_stages_are_updated_from_what_earlier_updates_have_changed():
-    p = Moved() >> Kept() >> Kept()
-    outer = jax.jit(lambda w: p.update(p.init({"w": w})))(W)["w"]["@kept"]
-    middle = outer["w"]["@kept@2"]
+    p = Moved() >> Unmoved() >> Unmoved()
+    outer = jax.jit(lambda w: p.update(p.init({"w": w})))(W)["w"]["@unmoved"]
+    middle = outer["w"]["@unmoved@2"]
     inner = middle["w"]["@moved"]
     for found, expected in (
         (inner["w"], W + 1),
@@ -188,19 +188,19 @@ def test_later_stages_are_updated_from_what_earlier_updates_have_changed():
 
 
 def test_a_base_takes_up_what_is_trained_and_the_effective_tree_stays():
-    p = Rebased(where="a") >> Times()
+    p = Rebased(where="a") >> Multiplied()
     raw = p.init({"a": W, "b": W})
     moved = jax.tree.map(lambda x: x, raw)
-    moved["a"]["@times"]["x"]["@rebased"]["w"] = jnp.asarray(ONES)
+    moved["a"]["@multiplied"]["x"]["@rebased"]["w"] = jnp.asarray(ONES)
     after = p.update_base(moved)
-    held = after["a"]["@times"]["x"]["@rebased"]
+    held = after["a"]["@multiplied"]["x"]["@rebased"]
     np.testing.assert_array_equal(held["w"], np.zeros((2, 3)))
     np.testing.assert_array_equal(held["@fixed"]["seen"], W / 2 + 1)
     np.testing.assert_array_equal(p.apply(after)["a"], p.apply(moved)["a"])
-    np.testing.assert_array_equal(after["b"]["@times"]["x"], raw["b"]["@times"]["x"])
+    np.testing.assert_array_equal(after["b"]["@multiplied"]["x"], raw["b"]["@multiplied"]["x"])
 
 
-class Cast(rpx.Perturbation):
+class Recast(rpx.Perturbation):
     stochastic = False
 
     def apply_leaf(self, w, key):
@@ -210,13 +210,13 @@ class Cast(rpx.Perturbation):
 @pytest.mark.parametrize("verb", ["update", "update_base"])
 def test_what_an_earlier_stage_computes_cannot_be_written(verb):
     stage = {"update": Moved(), "update_base": Rebased()}[verb]
-    for first in (Times(), Cast()):
+    for first in (Multiplied(), Recast()):
         p = first >> stage
         text = f"{verb} changed 'w/@{stage.kind}/w', but cannot write it to the raw tree: an earlier stage computes "
         text += "that value. Put the earlier stage after this one."
         with raises(ValueError, text):
             getattr(p, verb)(p.init({"w": jnp.asarray(W)}))
-    p = Times() >> Seen()  # changes nothing that is trained
+    p = Multiplied() >> Seen()  # changes nothing that is trained
     np.testing.assert_array_equal(seen(p.update(p.init({"w": W}), grads={"w": W})["w"]), W)
 
 
@@ -260,26 +260,26 @@ def test_gradients_get_the_dtype_of_the_array(dtype, of):
 
 
 PENALTIES = [
-    (Times(), 27 / 2),
-    (Times(stacked=0), 27 / 2),
-    (Times(where="b"), 3),
-    (Times(3.0, where="a") >> Times(2.0), 27 / 2 + 21 / 6),
+    (Multiplied(), 27 / 2),
+    (Multiplied(stacked=0), 27 / 2),
+    (Multiplied(where="b"), 3),
+    (Multiplied(3.0, where="a") >> Multiplied(2.0), 27 / 2 + 21 / 6),
     (Plain(), 0),
-    (Plain() >> Times(where="b") >> Plain(), 3),
+    (Plain() >> Multiplied(where="b") >> Plain(), 3),
     (rpx.Chain(), 0),
     (rpx.VarNoise(0.1), 0),
 ]
 LOG_DETS = [
-    (Times(), "ab", 9 * np.log(2)),
-    (Times(where="b"), "ab", 3 * np.log(2)),
-    (Times(stacked=1), "a", 6 * np.log(2)),
-    (Times(3.0, where="a") >> Times(), "ab", 6 * np.log(3) + 9 * np.log(2)),
-    (rpx.Freeze(where="a") >> Times(), "ab", 3 * np.log(2)),  # nothing is trained at the other
-    (rpx.Freeze() >> Times(), "a", 0),
-    (rpx.Positive("exp") >> Times(), "a", np.log(W / 2).sum() + 6 * np.log(2)),
-    (Times() >> Last(), "a", 4 * np.log(2) + 100),
-    (Times() >> Doubled(), "a", 6 * np.log(2) + 100),
-    (Last(where="a") >> Times(where="b"), "ab", 3 * np.log(2) + 100),
+    (Multiplied(), "ab", 9 * np.log(2)),
+    (Multiplied(where="b"), "ab", 3 * np.log(2)),
+    (Multiplied(stacked=1), "a", 6 * np.log(2)),
+    (Multiplied(3.0, where="a") >> Multiplied(), "ab", 6 * np.log(3) + 9 * np.log(2)),
+    (rpx.Freeze(where="a") >> Multiplied(), "ab", 3 * np.log(2)),  # nothing is trained at the other
+    (rpx.Freeze() >> Multiplied(), "a", 0),
+    (rpx.Positive("exp") >> Multiplied(), "a", np.log(W / 2).sum() + 6 * np.log(2)),
+    (Multiplied() >> Latest(), "a", 4 * np.log(2) + 100),
+    (Multiplied() >> Twofold(), "a", 6 * np.log(2) + 100),
+    (Latest(where="a") >> Multiplied(where="b"), "ab", 3 * np.log(2) + 100),
     (rpx.Chain(), "a", 0),
 ]
 
@@ -302,11 +302,14 @@ def test_log_determinants_of_all_bijections_are_added_up():
 @pytest.mark.parametrize(
     ("p", "said"),
     [
-        (Last() >> Times(), "at 'a': expected entries that are all independent, but Last() computes some"),
-        (Doubled() >> Times(), "at 'a': expected entries that are all independent, but Doubled() computes some"),
-        (Last() >> rpx.Positive("exp"), "at 'a': expected entries that are all independent, but Last() computes some"),
-        (Plain() >> Times(), "Plain().log_det: the stage is not a bijection"),
-        (Times() >> rpx.quantized.Cast("float16"), "Cast('float16').log_det: the stage is not a bijection"),
+        (Latest() >> Multiplied(), "at 'a': expected entries that are all independent, but Latest() computes some"),
+        (Twofold() >> Multiplied(), "at 'a': expected entries that are all independent, but Twofold() computes some"),
+        (
+            Latest() >> rpx.Positive("exp"),
+            "at 'a': expected entries that are all independent, but Latest() computes some",
+        ),
+        (Plain() >> Multiplied(), "Plain().log_det: the stage is not a bijection"),
+        (Multiplied() >> rpx.quantized.Cast("float16"), "Cast('float16').log_det: the stage is not a bijection"),
     ],
     ids=repr,
 )
@@ -358,7 +361,7 @@ def test_a_complex_entry_counts_as_two_numbers():
         def log_det_leaf(self, values):
             return 0.0
 
-    class OfParts(Times):
+    class OfParts(Multiplied):
         def log_det_leaf(self, values):
             return 1.0
 

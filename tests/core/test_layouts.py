@@ -51,11 +51,11 @@ class Unnamed(RowsAndColumns):
         return values["x"]
 
 
-class OfRows(Unnamed):
+class PerRow(Unnamed):
     raw_values = {"x": MAIN(axes=("rows", "rank"))}
 
 
-class OfBoth(Unnamed):
+class PerBoth(Unnamed):
     raw_values = {"x": MAIN(axes=("rows", "columns"))}
 
 
@@ -63,7 +63,7 @@ class OfArray(Unnamed):
     raw_values = {"x": FIXED(base=True)}
 
 
-class OfColumns(Unnamed):
+class PerColumn(Unnamed):
     square = True
     raw_values = {"x": MAIN(axes=("rank", "columns"))}
 
@@ -187,7 +187,7 @@ def test_sizes_of_values_are_kept_and_must_agree():
             ((0, 2), (1, 3), {"rows": (2, 3), "rank": (4,)}),
         ),
         (Square(rows=(2, 3)), {"x": numbered(2, 3, 4)}, ((2, 3), (0, 1), {"rows": (2, 3), "rank": (4,)})),
-        (OfBoth(rows=(2, 0)), {"x": numbered(4, 2, 3, 5)}, ((2, 0), (1, 3), {"rows": (4, 2), "columns": (3, 5)})),
+        (PerBoth(rows=(2, 0)), {"x": numbered(4, 2, 3, 5)}, ((2, 0), (1, 3), {"rows": (4, 2), "columns": (3, 5)})),
         (Square(), {"x": numbered(6, 4)}, ((0,), (1,), {"rows": (6,), "rank": (4,)})),
     ],
     ids=str,
@@ -239,9 +239,9 @@ def test_each_axis_is_a_row_or_a_column(axes, shape, expected):
         (Merged(columns=0), (True, True)),
         (Square(columns=0), (True, True)),
         (OfArray(columns=0), (True, True)),
-        (OfBoth(columns=0), (True, True)),
-        (OfRows(columns=0), (True, False)),
-        (OfColumns(columns=0), (True, False)),
+        (PerBoth(columns=0), (True, True)),
+        (PerRow(columns=0), (True, False)),
+        (PerColumn(columns=0), (True, False)),
     ],
     ids=str,
 )

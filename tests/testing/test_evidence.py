@@ -203,8 +203,8 @@ CHANGED = {
     "double": (evidence.in_double_precision, single(1), np.array([1.0])),
     "complex double": (evidence.in_double_precision, np.array([1j], np.complex64), np.array([1j])),
     "integers in double": (evidence.in_double_precision, np.array([1], np.int8), np.array([1], np.int8)),
-    "comparable": (evidence.comparable, jnp.array([1], F16), single(1)),
-    "comparable integers": (evidence.comparable, jnp.array([1], np.int8), single(1)),
+    "comparable": (evidence.comparable, np.array([1], F16), single(1)),
+    "comparable integers": (evidence.comparable, np.array([1], np.int8), single(1)),
 }
 
 

@@ -22,7 +22,7 @@ def stepped(raw):
     return optax.apply_updates(raw, tx.update(grads, tx.init(raw), raw)[0])
 
 
-BEFORE = stepped(P.init({"base": W, "norm": W, "sparse": W}))  # whose vectors the power iteration still moves
+BEFORE = stepped(jax.jit(P.init)({"base": W, "norm": W, "sparse": W}))  # whose vectors the power iteration still moves
 FREE = stepped(BEFORE)
 
 
