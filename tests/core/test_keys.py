@@ -203,3 +203,9 @@ def test_uses_on_several_devices_have_keys_of_their_own():
     mapped = jax.shard_map(use, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(("a", "b")))
     found = jax.jit(mapped)(np.ones(1, np.uint32))
     assert len({row.tobytes() for row in np.asarray(found)}) == 4
+
+
+def test_the_hashes_of_paths_are_no_constants_of_a_traced_program():
+    params = {name: np.ones((2, 2), np.float32) for name in "abc"}
+    program = jax.make_jaxpr(rpx.VarNoise(0.1).apply)(params, jax.random.key(0))
+    assert program.consts == []
