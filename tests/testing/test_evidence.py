@@ -56,6 +56,8 @@ def test_a_deviation_above_the_bound_is_an_error_and_one_at_the_bound_is_not():
         AssertionError, "Chain() breaks the law of a name: it differs at 'a', by 2.5e-01 of the largest entry."
     ):
         CASE.require_close({"a": single(1, 3)}, {"a": single(1, 4)}, 0.24, "it differs")
+    with pytest.raises(AssertionError, match="it differs at 'a', by nan"):
+        CASE.require_close({"a": single(1, np.nan)}, {"a": single(1, 4)}, 0.25, "it differs")
 
 
 EQUAL = {

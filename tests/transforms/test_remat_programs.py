@@ -190,6 +190,11 @@ WAITING = {
     "operands of a product": (lambda a, b: jnp.square(a) @ jnp.square(b), [(2, 8), (8, 8)], "a b"),
     "a kernel": (lambda a, b: lax.conv(a * 2, b * 2, (1, 1), "SAME"), [(1, 2, 8, 8), (2, 2, 3, 3)], "a b"),
     "an operand that is read in place": (lambda a, b: jnp.square(a) @ b.T, [(2, 8), (8, 8)], "a"),
+    "what waits is a second output": (
+        lambda a, b: a * lax.top_k(b, 1)[1].astype(jnp.float32),
+        [(8, 8), (4,)],
+        "b",
+    ),
     "new axes": (lambda a: lax.broadcast_in_dim(a, (1, 8, 8), (1, 2)), [(8, 8)], ""),
     "repeated entries": (lambda a: lax.broadcast_in_dim(a, (4, 8, 8), (1, 2)), [(8, 8)], "a"),
     "a large value, computed with costly operations": (lambda a: jnp.sum(jnp.sin(a) * jnp.cos(a), 0), [(8, 8)], "a"),
