@@ -55,6 +55,21 @@ class HalfOpen(rpx.Reparametrization):
         return values["x"] / 2
 
 
+class RandomStart(rpx.Reparametrization):
+    """A random start of what is random, which the mean inverts."""
+
+    stochastic = True
+
+    def init_leaf(self, w, key):
+        return {"x": w, "seen": jax.random.normal(key, w.shape, w.dtype)}
+
+    def apply_leaf(self, values, key):
+        return values["x"] + jax.random.normal(key, values["x"].shape, values["x"].dtype)
+
+    def mean_leaf(self, values):
+        return values["x"]
+
+
 class TwiceTogether(rpx.stage.Joint):
     """A start of several arrays that forgets a factor."""
 
@@ -112,7 +127,7 @@ ALARMS = {
 def warned(p, params):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        p.init(params)
+        p.init(params, jax.random.key(0))
     return [str(warning.message) for warning in found]
 
 
