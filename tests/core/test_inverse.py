@@ -70,6 +70,13 @@ class RandomStart(rpx.Reparametrization):
         return values["x"]
 
 
+class HalfOfRandomStart(RandomStart):
+    """A mean that the random start forgets."""
+
+    def mean_leaf(self, values):
+        return values["x"] / 2
+
+
 class TwiceTogether(rpx.stage.Joint):
     """A start of several arrays that forgets a factor."""
 
@@ -120,6 +127,7 @@ def text(who, formulas, by):
 ALARMS = {
     Tenth(): text("Tenth().init at 'w'", ("init_leaf", "apply_leaf"), "0.1"),
     HalfOpen(): text("HalfOpen().init at 'w'", ("init_leaf", "mean_leaf"), "0.5"),
+    HalfOfRandomStart(): text("HalfOfRandomStart().init at 'w'", ("init_leaf", "mean_leaf"), "0.5"),
     TwiceTogether(): text("TwiceTogether().init", ("init_leaves", "apply_leaves"), "1"),
 }
 
