@@ -195,9 +195,15 @@ def test_a_variable_that_occurs_twice_is_refused():
     assert jax.tree.structure(rpx.VarNoise(0.0).apply([box, box], jax.random.key(0))) == jax.tree.structure([box, box])
 
 
+class Held(nnx.Variable):
+    """A variable that says that it holds a value of a parameter, as those of wrapped models do."""
+
+    holds_parameter = True
+
+
 def test_each_array_in_a_variable_of_several_is_its_state():
-    tree = {"all": nnx.Param({"a": ONES}), "seen": nnx.BatchStat({"a": ONES, "b": ONES}), "w": ONES}
-    assert state_flags(tree) == [False, True, True, False]
+    tree = {"all": nnx.Param({"a": ONES}), "seen": nnx.BatchStat({"a": ONES, "b": ONES}), "w": ONES, "x": Held(ONES)}
+    assert state_flags(tree) == [False, True, True, False, False]
 
 
 # Functions. -------------------------------------------------------------------------------------------------------

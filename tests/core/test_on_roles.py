@@ -303,6 +303,18 @@ def test_stages_without_axes_stay_and_fit():
         assert rpx.axes.check_axes(p, forward, params, X) == ()
 
 
+def test_a_joint_stage_may_take_all_stacked_layers_together():
+    class Together(rpx.stage.Joint):
+        def init_leaves(self, arrays):
+            return {name: {"x": w} for name, w in arrays.items()}
+
+        def apply_leaves(self, values):
+            return {name: held["x"] for name, held in values.items()}
+
+    tokens = np.arange(7, dtype=np.int32)
+    assert rpx.axes.check_axes(Together({"w": "layers/kernel"}), network, PARAMS, tokens) == ()
+
+
 def test_a_joint_stage_takes_the_word_for_stacked_axes():
     class Product(rpx.stage.Joint):
         def init_leaves(self, arrays):
