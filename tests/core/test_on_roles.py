@@ -303,18 +303,6 @@ def test_stages_without_axes_stay_and_fit():
         assert rpx.axes.check_axes(p, forward, params, X) == ()
 
 
-def test_a_joint_stage_may_take_all_stacked_layers_together():
-    class Together(rpx.stage.Joint):
-        def init_leaves(self, arrays):
-            return {name: {"x": w} for name, w in arrays.items()}
-
-        def apply_leaves(self, values):
-            return {name: held["x"] for name, held in values.items()}
-
-    tokens = np.arange(7, dtype=np.int32)
-    assert rpx.axes.check_axes(Together({"w": "layers/kernel"}), network, PARAMS, tokens) == ()
-
-
 def test_a_joint_stage_takes_the_word_for_stacked_axes():
     class Product(rpx.stage.Joint):
         def init_leaves(self, arrays):
@@ -323,7 +311,9 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
         def apply_leaves(self, values):
             return {name: held["x"] for name, held in values.items()}
 
-    assert Product({"w": "layers/kernel"}, stacked="stacked").with_axes(ROLES).stacked == 0
+    together, apart = Product({"w": "layers/kernel"}), Product({"w": "layers/kernel"}, stacked="stacked")
+    assert (together.takes_stacked_from_role, apart.takes_stacked_from_role) == (False, True)
+    assert (together.with_axes(ROLES).stacked, apart.with_axes(ROLES).stacked) == ((), 0)
     assert Product({"w": "out"}, stacked="stacked").with_axes(ROLES).stacked == ()
     for arrays in ({"w": "layers/kernel", "v": "out"}, {"w": "(layers/kernel|out)"}):  # in one group, and in two
         p = Product(arrays, stacked="stacked")
