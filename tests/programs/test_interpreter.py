@@ -10,7 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
-from products import PRODUCTS, sum_of, whole
+from products import PRODUCTS, array_of_sum, product, sum_of, whole
 
 from reparax.core.unchanged import recompute
 from reparax.programs import dependence, interpreter, jaxprs, multiply, rules, sums
@@ -265,6 +265,13 @@ def test_equations_that_are_evaluated_together_return_what_is_read_later(monkeyp
     monkeypatch.setattr(jaxprs, "evaluate", lambda program, args: evaluated.append(program) or evaluate(program, args))
     jax.eval_shape(lambda *args: interpret(lambda a, b, x: (x @ jnp.cos(jnp.sin(a)), a @ b), *args)[0], A, B, X)
     assert [len(program.outvars) for program in evaluated] == [1]
+
+
+def test_a_step_of_a_scan_has_the_entries_of_each_factor_at_its_index():
+    x = sum_of(product("l i o", ("l", whole(3)), ("lir", whole(3, 6, 2)), ("ro", whole(2, 4, seed=1))))
+    slices = interpreter._Slices.of(x)
+    steps = [array_of_sum(slices.at_step([array[i] for array in slices.arrays])) for i in range(3)]
+    np.testing.assert_array_equal(steps, array_of_sum(x))
 
 
 def test_rules_are_told_facts():
