@@ -1,7 +1,10 @@
 """What all wrappers share, and the rules of each, one by one: names, keys, collections, attributes."""
 
+import importlib
 import inspect
 import pickle
+import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +21,8 @@ from flax import nnx
 import reparax as rpx
 from reparax.models import base
 from reparax.models import equinox as of_equinox
+from reparax.models import haiku as of_haiku
+from reparax.models import linen as of_linen
 from reparax.models import nnx as of_nnx
 
 W = np.ones((3, 2), np.float32)
@@ -223,6 +228,22 @@ def test_a_raw_tree_is_split_without_empty_branches_and_joined() -> None:
     assert jax.tree.structure(base.join_collections(free, fixed)) == jax.tree.structure(raw)
     assert base.split_collections({}) == ({}, {})
     assert base.split_collections({"b": {"kernel": freeze}})[0] == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "text"),
+    [
+        (of_nnx, "flax.nnx", "rpx.nnx needs flax, which is not installed. Write `pip install flax`."),
+        (of_linen, "flax.linen", "rpx.linen needs flax, which is not installed. Write `pip install flax`."),
+        (of_equinox, "equinox", "rpx.equinox needs equinox, which is not installed. Write `pip install equinox`."),
+        (of_haiku, "haiku", "rpx.haiku needs haiku, which is not installed. Write `pip install dm-haiku`."),
+    ],
+    ids=lambda x: x if isinstance(x, str) and " " not in x else "",
+)
+def test_a_wrapper_tells_which_package_it_needs(monkeypatch: Any, module: Any, library: str, text: str) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=f"^{re.escape(text)}$"):
+        importlib.reload(module)  # which ends there, before it defines anything
 
 
 def test_a_library_that_is_missing_is_named_and_not_one_that_it_needs(monkeypatch: Any) -> None:
