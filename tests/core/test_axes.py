@@ -60,47 +60,9 @@ def test_stacked_axes_are_counted_from_the_front():
             axes.check_front_axes(given, "Stage", "stacked")
 
 
-@pytest.mark.parametrize(
-    ("given", "names", "words"),
-    [
-        (None, False, False),
-        (0, False, False),
-        ("each", False, False),
-        ("last", False, False),
-        ("in", True, False),
-        ((0, "in"), True, False),
-        ((0, "stacked"), True, True),
-        ("outputs", True, True),
-    ],
-)
-def test_names_and_words(given, names, words):
-    assert (axes.has_names(given), axes.has_words(given)) == (names, words)
-    assert axes.has_words(given, ("outputs",)) == (given == "outputs")
-
-
-@pytest.mark.parametrize(
-    ("given", "front", "others"),
-    [
-        (None, (0, 1, 2), (0, 1, 2)),
-        ("each", (0, 1, 2), ()),
-        ("last", (2,), (0, 1)),
-        (-3, (0,), (1, 2)),
-        ((-1, 0), (0, 2), (1,)),
-    ],
-)
-def test_axes_from_the_front_and_the_others(given, front, others):
-    assert axes.count_from_front(given, CUBE) == front
-    assert axes.other_axes(given, CUBE) == others
-
-
 def test_axes_beside_stacked_ones():
     assert [axes.axes_in_stack(axis, CUBE, 0) for axis in (0, 1, -1, -2)] == [(1,), (2,), (2,), (1,)]
-    assert axes.axes_in_stack((-1, 0), CUBE, 1) == (0, 2)
-    assert axes.position(-1, CUBE) == 2
-    assert axes.stacked_sizes(CUBE, (0, 2)) == (2, 4)
     assert axes.one_stacked(CUBE, (0, 2)) == VECTOR
-    assert axes.one_stacked(CUBE, ()) is CUBE
-    assert axes.stacked_axes_error(CUBE, (2,)) is None
     assert axes.stacked_axes_error(CUBE, (3,)).startswith(
         "stacked=(3,) is out of bounds for an array of shape (2, 3, 4)"
     )

@@ -140,6 +140,7 @@ def test_a_name_that_no_array_has_is_refused_if_any_has_names(given, leaves, is_
 def test_names_and_words_are_told_from_integers(given, names, words):
     assert axes.has_names(given) is names
     assert axes.has_words(given) is words
+    assert axes.has_words(given, ("outputs",)) is ("outputs" in (given if isinstance(given, tuple) else (given,)))
     assert not axes.has_words(given, ("else",))
 
 
@@ -192,6 +193,7 @@ def test_axes_fit_an_array_that_has_each_of_them_once(given, w, said):
         ("each", (0, 1, 2), ()),
         ("last", (2,), (0, 1)),
         (-2, (1,), (0, 2)),
+        (-3, (0,), (1, 2)),
         (0, (0,), (1, 2)),
         ((-1, 0), (0, 2), (1,)),
         ((), (), (0, 1, 2)),
@@ -232,7 +234,7 @@ def test_one_of_stacked_arrays_has_the_other_axes():
     assert axes.one_stacked(W, ()) is W
     one = axes.one_stacked(W.astype(np.float16), (0, 2))
     assert (one.shape, one.dtype) == ((3,), np.float16)
-    assert axes.stacked_sizes(W, (2, 0)) == (4, 2)
+    assert (axes.stacked_sizes(W, (2, 0)), axes.stacked_sizes(W, (0, 2))) == ((4, 2), (2, 4))
     assert [axes.stacked_axes_error(W, stacked) is None for stacked in ((), (0, 2), (0, 3), (3, 0))] == [
         *(True, True, False, False)
     ]

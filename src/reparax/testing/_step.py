@@ -64,9 +64,11 @@ def check_step(p: Parametrization, before: PyTree, after: PyTree) -> None:
 
 def _what_is_wrong(new: Any, old: Any, expected: Any) -> str:
     """Returns how a value differs from the expected value, as text; empty if the difference is only rounding."""
-    units = [4 * jnp.finfo(expected.dtype).eps, 64 * jnp.finfo(jnp.float32).eps] if is_inexact(expected) else [0.0]
+    rounding = 0.0  # for integers
+    if is_inexact(expected):
+        rounding = max(4 * float(jnp.finfo(expected.dtype).eps), 64 * float(jnp.finfo(jnp.float32).eps))
     ((_, difference),) = evidence.errors(new, expected)
-    if difference <= max(map(float, units)):
+    if difference <= rounding:
         return ""
     if evidence.equal(new, old):
         return "the step did not change it"
